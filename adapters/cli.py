@@ -119,6 +119,7 @@ def serve(
     memory: float = 0,
     mesh: EngineMesh = ONE_DEVICE,
     draft: int = 1,
+    kv_cache_dtype: Literal["auto", "float8"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
@@ -140,6 +141,7 @@ def serve(
       mesh: how the first devices of this machine are used, or all devices of several processes (docs/serve.md).
       draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
         are accepted where they equal what is sampled (docs/serve.md); 1 = off.
+      kv_cache_dtype: dtype of keys and values: auto = that of the weights; float8 takes half of bfloat16's memory.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
@@ -158,11 +160,14 @@ def serve(
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
     if bench:
-        server.benchmark(path, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype)
+        server.benchmark(
+            path, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, kv_cache_dtype=kv_cache_dtype,
+            dtype=dtype,
+        )  # fmt: skip
         return 0
     server.serve(
-        path, host=host, port=port, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
-        api_key=key, style=style or "", reasoning=reasoning,
+        path, host=host, port=port, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
+        kv_cache_dtype=kv_cache_dtype, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning,
     )  # fmt: skip
     return 0
 

@@ -7,11 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from .layer import Attention, Layer, Recurrent
 
 TOKENS = 1 << 17  # of all slots, as long as there are at least 16
+KEPT = "auto", "float8"  # keys and values
 STEPS = 8  # of decoding that are compiled together, for which a sequence has pages ahead
 
 
@@ -120,6 +122,17 @@ def check_draft(option: str, draft: int, context: int) -> None:
     """Raises ValueError if a step would compute more tokens of a sequence than its context has."""
     if draft > context:
         raise ValueError(f"{option} must be at most the context, {context} tokens, got {draft}; lower it")
+
+
+def dtype(weights, kept: str) -> np.dtype:
+    """The dtype of keys and values in pages: "auto" is that of the weights, "float8" e4m3, whose numbers reach 448.
+
+    Raises:
+      ValueError: another name.
+    """
+    if kept not in KEPT:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(KEPT)}, got {kept!r}")
+    return np.dtype(weights if kept == "auto" else ml_dtypes.float8_e4m3fn)
 
 
 def default_slots(platform: str, context: int) -> int:

@@ -24,6 +24,7 @@ from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.models import paging
+from areax.parallel import turns
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import (
     common,
@@ -193,9 +194,10 @@ def build_trainer(config: Config) -> Trainer:
 
 
 def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> dict[str, Callable]:
-    """{name: function} of what all processes of the job call together, because it moves data between devices."""
+    """{name: function} of what all processes of the job call together, because it moves data between devices. An engine
+    in this process waits meanwhile, if both have several."""
     policy, out = trainer.policy, Path(config.out)
-    return {
+    work = {
         "update": functools.partial(train_packed, trainer),
         "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
@@ -206,6 +208,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
         "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
         "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
     }
+    return {name: turns.during(trainer.mesh, fn) for name, fn in work.items()}
 
 
 async def train(
@@ -263,7 +266,7 @@ async def train(
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
-        publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
+        publish = turns.during(trainer.mesh, functools.partial(publishing.prepare_push, sync, fleet, probe_ids))
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
             groups = await executor.batch(v)

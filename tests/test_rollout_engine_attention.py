@@ -5,6 +5,7 @@ from functools import partial
 import attention_oracle
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import triton_ir
@@ -54,14 +55,20 @@ def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many,
     check(kind, T, sinks, 8, 5)
 
 
-def check(kind, T, sinks, H, V, atol=2e-6):
-    """Whatever stands in the rest of a page and in other pages; the same bits in other pages and rows, or alone."""
+def check(kind, T, sinks, H, V, atol=2e-6, kept=np.float32):
+    """Whatever stands in the rest of a page and in other pages; the same bits in other pages and rows, or alone.
+
+    Args:
+      kept: dtype of the pages.
+    """
     attend.clear_cache()
     rng, start_B, pattern = np.random.default_rng(0), np.array(STARTS[T], np.int32), Pattern(**PATTERNS[kind])
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     B, L = len(start_B), X * C
     q, k, v, sinks_N = draw(B, T, N, H), draw(B, L, K, H), draw(B, L, K, V), 2 * draw(N) if sinks else None
+    k, v = (x.astype(kept).astype(np.float32) for x in (k, v))
     pages, table_BX = placed(k, v, start_B + T, 0)
+    pages = tuple(x.astype(kept) for x in pages)
     got = attend(q, pages, table_BX, start_B, np.ones(B, bool), sinks_N, pattern)
     for row, start in enumerate(start_B):
         own = slice(row, row + 1), slice(0, start + T)
@@ -72,11 +79,18 @@ def check(kind, T, sinks, H, V, atol=2e-6):
         np.testing.assert_allclose(got[row], out[0, start:], atol=atol)
     turned = np.roll(np.arange(B), 2)
     pages, table_BX = placed(k[turned], v[turned], start_B[turned] + T, 1)
+    pages = tuple(x.astype(kept) for x in pages)
     first = np.maximum(pattern.first(start_B[turned]), 0) // C
     table_BX = np.where(np.arange(X)[None] < first[:, None], 0, table_BX)  # pages that no query sees are not kept
     active_B = np.arange(B) % 2 == 0
     again = attend(q[turned], pages, table_BX, start_B[turned], active_B, sinks_N, pattern)
     np.testing.assert_array_equal(again, np.where(active_B[:, None, None, None], got[turned], 0))
+
+
+@pytest.mark.parametrize("T", [1, 16])
+def test_pages_in_eight_bits(T):
+    """What is read is what the numbers in pages stand for."""
+    check("all", T, True, 8, 5, kept=ml_dtypes.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("many", [(1, 1), (6, 4)])
@@ -113,6 +127,8 @@ def offsets(kind, H, V):
 def test_kernels_give_the_same(kind, T, module, monkeypatch):
     monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
     check(kind, T, kind == "all", 48, 32)
+    if kind == "window":
+        check(kind, T, False, 48, 32, kept=ml_dtypes.float8_e4m3fn)
 
 
 @pytest.mark.kernel
@@ -137,11 +153,11 @@ def test_the_kernel_gives_a_query_the_same_bits_at_any_place_among_others_on_a_g
     offsets(kind, 128, 128)
 
 
-def lowered(module, platform, pages, T, pattern, dtype):
+def lowered(module, platform, pages, T, pattern, dtype, kept):
     """The lowered program, as text."""
     like = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
     B, G, (K, H, C, V) = 16, 3, pages
-    keys, values = like(99, K, H, C, dtype=dtype), like(99, K, C, V, dtype=dtype)
+    keys, values = like(99, K, H, C, dtype=kept), like(99, K, C, V, dtype=kept)
     assert module.supports(keys, values)
     args = like(B, K, G * T, H, dtype=dtype), (keys, values), like(B, 64), like(B, G * T), like(B), like(B)
     run = lambda *args: module.read(*args, pattern=pattern)
@@ -155,8 +171,10 @@ def lowered(module, platform, pages, T, pattern, dtype):
 @pytest.mark.parametrize("pages", [(8, 128, 128, 128), (2, 80, 128, 96)])
 def test_kernels_lower_for_their_platforms(pages, T, kind, dtype, monkeypatch):
     verified, pattern = triton_ir.verify(monkeypatch), Pattern(**PATTERNS[kind])
-    assert "__gpu$xla.gpu.triton" in lowered(attention_gpu, "cuda", pages, T, pattern, dtype) and len(verified) == 1
-    assert "tpu_custom_call" in lowered(attention_tpu, "tpu", pages, T, pattern, dtype)
+    for count, kept in enumerate((dtype, "float8_e4m3fn"), 1):
+        assert "__gpu$xla.gpu.triton" in lowered(attention_gpu, "cuda", pages, T, pattern, dtype, kept)
+        assert len(verified) == count
+        assert "tpu_custom_call" in lowered(attention_tpu, "tpu", pages, T, pattern, dtype, kept)
 
 
 @pytest.mark.kernel

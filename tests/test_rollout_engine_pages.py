@@ -24,15 +24,16 @@ CONTEXT, PAGE = 160, 16
 CASES = ["qwen3", "qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "nemotron_h"]
 
 
-def engine_of(case, share=None, slots=4, draft=1):
-    """An engine whose caches have this share of what its slots may need."""
+def engine_of(case, share=None, slots=4, draft=1, kept="auto"):
+    """An engine whose caches, of keys and values in the dtype `kept`, have this share of what its slots may need."""
     config, params = model(case)
     if share is not None:
-        kinds = paging.kinds(config.records, CONTEXT, PAGE, 4)
+        kinds = paging.kinds(config.records, CONTEXT, PAGE, paging.dtype("float32", kept).itemsize)
         counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
         share = fixed + share * (paging.size_of(kinds, counts, slots) - fixed)
-    return Engine(config, params, slots=slots, context=CONTEXT, steps=4, page=PAGE, memory=share, draft=draft)
+    sizes = {"slots": slots, "context": CONTEXT, "page": PAGE, "memory": share, "steps": 4, "draft": draft}
+    return Engine(config, params, **sizes, kv_cache_dtype=kept)
 
 
 def requests(case):
@@ -92,6 +93,27 @@ def test_a_cached_prefix_changes_no_bit(alone):
         turn = engine.generate(requests(case)[5:6])[0]
         assert same(turn, wanted[5]) and turn.cached_tokens == 48
         assert unused(engine)
+
+
+@pytest.mark.parametrize("case", ["qwen3 window", pytest.param("deepseek_v3", marks=pytest.mark.wide)])
+def test_keys_and_values_in_eight_bits(case):
+    """A quarter of the memory of fp32; the same bits alone, in company, with 40 % of that, and behind cached prompts;
+    log-probabilities near those with whole ones. The attention over such pages is tested by itself."""
+    asked = requests(case)
+    scored = [dataclasses.replace(one, input_logprobs_from=1, sampling=Sampling(max_new_tokens=1)) for one in asked[1:]]
+    caches = lambda engine: engine.stats()["bytes"] - sum(x.nbytes for x in jax.tree.leaves(engine.device.weights))
+    logps = lambda engine: np.concatenate([made.input_logp for made in engine.generate(scored)])
+    with engine_of(case) as engine:
+        whole, wanted = caches(engine), logps(engine)
+    with engine_of(case, kept="float8") as engine:
+        assert 4 * caches(engine) == whole
+        diff = np.abs(logps(engine) - wanted)
+        assert 0 < diff.mean() < 0.1 and diff.max() < 0.5
+        alone = [engine.generate([one])[0] for one in asked if engine.flush()]
+        assert all(map(same, engine.generate(asked), alone))
+    with engine_of(case, 0.4, kept="float8") as engine:
+        assert all(map(same, engine.generate(asked), alone))
+        assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_5_text"])

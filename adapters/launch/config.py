@@ -37,6 +37,7 @@ class Server:
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights. With less, requests wait; no sample changes.
       draft: speculative decoding: tokens of a sequence that a step computes, as in `areax serve`; 1 = off.
+      kv_cache_dtype: dtype of keys and values, as in `areax serve`.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
         "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
@@ -48,6 +49,7 @@ class Server:
     context: int = 0
     memory: float = 0
     draft: int = 1
+    kv_cache_dtype: Literal["auto", "float8"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     command: str = ""
 
@@ -286,6 +288,7 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
         *(["--context", context] if context else []), "--dtype", server.dtype, *(server.mesh.words if several else []),
         *(["--memory", str(server.memory)] if server.memory else []),
         *(["--draft", str(server.draft)] if server.draft > 1 else []),
+        *(["--kv-cache-dtype", server.kv_cache_dtype] if server.kv_cache_dtype != "auto" else []),
     ]  # fmt: skip
 
 

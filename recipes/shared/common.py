@@ -301,7 +301,7 @@ async def fleet(
         elif serve.inside:
             one = in_process.serving(
                 os.fspath(path), first, slots=serve.slots, context=serve.context, memory=serve.memory,
-                mesh=serve.mesh, draft=serve.draft, dtype=serve.dtype,
+                mesh=serve.mesh, draft=serve.draft, kv_cache_dtype=serve.kv_cache_dtype, dtype=serve.dtype,
             )  # fmt: skip
             url, own = stack.enter_context(one)
             handover, prepare = own, own.stage

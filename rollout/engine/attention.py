@@ -103,8 +103,8 @@ def read(q_BKGTH, pages, table_BX, where, R: int, M: int, pattern: Pattern):
         number_RM = rows(begin_B)[:, None] + step * M + jnp.arange(M)[None]
         seen_RM = jnp.clip(number_RM, rows(first_B)[:, None], rows(last_B)[:, None])  # other pages are masked
         page_RM = jnp.take_along_axis(rows(table_BX), seen_RM, 1)
-        keys_RKHL = jnp.moveaxis(_some(keys_PKHC, page_RM), 1, 3).reshape(R, K, -1, M * C)
-        values_RKLV = jnp.moveaxis(_some(values_PKCV, page_RM), 1, 2).reshape(R, K, M * C, V)
+        keys_RKHL = jnp.moveaxis(_some(keys_PKHC, page_RM).astype(q_BKGTH.dtype), 1, 3).reshape(R, K, -1, M * C)
+        values_RKLV = jnp.moveaxis(_some(values_PKCV, page_RM).astype(q_BKGTH.dtype), 1, 2).reshape(R, K, M * C, V)
         begin_R = number_RM[:, 0] * C
         new = _add(tuple(map(rows, carry)), rows(q_BKGTH), keys_RKHL, values_RKLV, rows(start_B), begin_R, pattern)
         put = lambda x_B, x_R: jax.lax.dynamic_update_slice_in_dim(x_B, x_R, block * R, 0)

@@ -84,7 +84,8 @@ def _kernel(
         most_Q, sum_Q, *out = carry
         number = begin + i * splits
         page = table_ref[number]
-        score_QC = sum(_dot(x_QH, k_ref[page, part, :]) for x_QH, part in zip(q, of_keys, strict=True))
+        keys = [k_ref[page, part, :].astype(q_ref.dtype) for part in of_keys]
+        score_QC = sum(map(_dot, q, keys))
         if pattern.softcap is not None:
             score_QC = pattern.softcap * jnp.tanh(score_QC / pattern.softcap)
         key_1C = (number * C + jnp.arange(C, dtype=jnp.int32))[None]
@@ -95,7 +96,7 @@ def _kernel(
         new_Q = jnp.maximum(most_Q, score_QC.max(1))
         keep_Q = jnp.exp(most_Q - new_Q)
         prob_QC = jnp.where(seen_QC, jnp.exp(score_QC - new_Q[:, None]), 0)
-        more = [_dot(prob_QC.astype(v_ref.dtype), v_ref[page, :, part]) for part in of_values]
+        more = [_dot(prob_QC.astype(q_ref.dtype), v_ref[page, :, part].astype(q_ref.dtype)) for part in of_values]
         out = [x_QV * keep_Q[:, None] + y_QV for x_QV, y_QV in zip(out, more, strict=True)]
         return new_Q, sum_Q * keep_Q + prob_QC.sum(1), *out
 

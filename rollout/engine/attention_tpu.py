@@ -76,7 +76,7 @@ def _kernel(table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_r
         if pattern.span is not None:
             seen_RC &= key_RC >= pattern.first(at_R1)
         for k in range(K):
-            score_RC = _dot(q_ref[0, k], k_ref[0, k])
+            score_RC = _dot(q_ref[0, k], k_ref[0, k].astype(q_ref.dtype))
             if pattern.softcap is not None:
                 score_RC = pattern.softcap * jnp.tanh(score_RC / pattern.softcap)
             score_RC = jnp.where(seen_RC, score_RC, UNSEEN)
@@ -87,7 +87,7 @@ def _kernel(table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_r
             sum_R1 = sum_ref[0, k, :, :1] * keep_R1 + jnp.sum(prob_RC, 1, keepdims=True)
             most_ref[0, k] = jnp.broadcast_to(new_R1, most_ref.shape[2:])
             sum_ref[0, k] = jnp.broadcast_to(sum_R1, sum_ref.shape[2:])
-            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC.astype(v_ref.dtype), v_ref[0, k])
+            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC.astype(q_ref.dtype), v_ref[0, k].astype(q_ref.dtype))
 
 
 def _dot(a, b):

@@ -18,7 +18,7 @@ import numpy as np
 from ... import models
 from ...models import paging
 from ...models.paging import Kind
-from ...parallel import transfer
+from ...parallel import transfer, turns
 from ...parallel.multihost import lockstep, processes
 from ...parallel.multihost.channel import Share
 from . import decode as decoding
@@ -33,7 +33,7 @@ OPERATIONS = (
 
 
 class DeviceState:
-    """The state of an engine on its devices; operations on it run on one thread.
+    """The state of an engine on its devices; operations on it run on one thread. `dtype` is that of keys and values.
 
     Attributes:
       mesh: the devices.
@@ -80,7 +80,7 @@ class DeviceState:
 
     def _on_mesh(self, operation: Callable, *data):
         """Runs an operation with the engine's mesh, not the one that the calling thread may train on."""
-        with jax.set_mesh(self.mesh):
+        with turns.taken(self.mesh), jax.set_mesh(self.mesh):
             return operation(*data)
 
     @contextlib.contextmanager

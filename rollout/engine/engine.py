@@ -68,6 +68,7 @@ class Engine:
         seed: int = 0,
         steps: int = paging.STEPS,
         draft: int = 1,
+        kv_cache_dtype: str = "auto",
     ):
         """
         Args:
@@ -85,6 +86,7 @@ class Engine:
           steps: decoding steps per dispatch.
           draft: tokens of a sequence that a step computes: its last one, and guesses at the next, which are kept as far
             as they are what is sampled (`drafts`). Samples depend on this width by rounding, not on the guesses.
+          kv_cache_dtype: of keys and values in pages: "auto" = that of the weights; "float8" = e4m3, of scale 1.
 
         Raises:
           ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
@@ -108,13 +110,15 @@ class Engine:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
         mesh.check(config)
-        memory = budget.for_caches(config, params, slots, context, page, steps, draft, on) if memory is None else memory
+        pages = paging.dtype(params["embed"].dtype, kv_cache_dtype)
+        if memory is None:
+            memory = budget.for_caches(config, params, pages, slots, context, page, steps, draft, on)
         self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory, on, draft)
+        self._slots = Slots(config, params, pages, slots, context, steps, page, memory, on, draft)
         self.device, self.share = self._slots.device, None
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()

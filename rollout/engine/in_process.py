@@ -54,7 +54,7 @@ class Ready:
 @contextlib.contextmanager
 def serving(
     path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, dtype: str,
+    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, kv_cache_dtype: str = "auto", dtype: str,
 ) -> Iterator[tuple[str, Inside]]:  # fmt: skip
     """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 
@@ -63,7 +63,7 @@ def serving(
     Args:
       first: returns the initial label and weights, to which no reference is kept; None = those in the folder, as
         "default". The tokenizer is the folder's.
-      slots, context, memory, mesh, draft, dtype: as `server.serve`.
+      slots, context, memory, mesh, draft, kv_cache_dtype, dtype: as `server.serve`.
 
     Raises:
       ValueError: the folder cannot be loaded.
@@ -73,8 +73,8 @@ def serving(
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
         service = http.prepare(
-            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
-            version=label,
+            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
+            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version=label,
         )  # fmt: skip
         del weights  # the engine has copies
         stack.enter_context(service.engine)

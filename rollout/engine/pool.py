@@ -62,11 +62,19 @@ def replicated(tree):
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)
 
 
+def stored(x, dtype):
+    """Keys or values as pages keep them: float8 has no infinity, and what is too large for it would become NaN."""
+    if jnp.dtype(dtype).itemsize == 1:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)
+
+
 def write_chunks(pages, k_RTKH, v_RTKV, page_R):
     """Writes chunks of T tokens to the start of their pages."""
     keys_PKHC, values_PKCV = pages
     T, copies = k_RTKH.shape[1], keys_PKHC.shape[1] // k_RTKH.shape[2]
-    k_RTKH, v_RTKV = (jnp.repeat(x, copies, axis=2) for x in (k_RTKH, v_RTKV))
+    k_RTKH, v_RTKV = (stored(jnp.repeat(x, copies, axis=2), keys_PKHC.dtype) for x in (k_RTKH, v_RTKV))
     keys_PKHC = keys_PKHC.at[page_R, :, :, :T].set(k_RTKH.transpose(0, 2, 3, 1))
     return keys_PKHC, values_PKCV.at[page_R, :, :T].set(v_RTKV.transpose(0, 2, 1, 3))
 
@@ -75,7 +83,7 @@ def write_tokens(pages, k_SQKH, v_SQKV, page_SQ, place_SQ):
     """Writes Q tokens of each slot, each to a place in its page."""
     keys_PKHC, values_PKCV = pages
     copies = keys_PKHC.shape[1] // k_SQKH.shape[2]
-    k_SQKH, v_SQKV = (jnp.repeat(x, copies, axis=2) for x in (k_SQKH, v_SQKV))
+    k_SQKH, v_SQKV = (stored(jnp.repeat(x, copies, axis=2), keys_PKHC.dtype) for x in (k_SQKH, v_SQKV))
     return keys_PKHC.at[page_SQ, :, :, place_SQ].set(k_SQKH), values_PKCV.at[page_SQ, :, place_SQ].set(v_SQKV)
 
 

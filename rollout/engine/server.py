@@ -54,6 +54,7 @@ def serve(
     memory: float = 0,
     mesh: EngineMesh = ONE_DEVICE,
     draft: int = 1,
+    kv_cache_dtype: str = "auto",
     dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
@@ -73,7 +74,7 @@ def serve(
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
       mesh: how devices are used.
-      draft: tokens of a sequence that a step computes, as for `Engine`.
+      draft, kv_cache_dtype: as for `Engine`.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.
@@ -90,8 +91,8 @@ def serve(
             guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
             sock = stack.enter_context(contextlib.closing(guarded))
         service = load(
-            path, share, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
-            version=version or published_label(path), seed=seed,
+            path, share, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
+            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version=version or published_label(path), seed=seed,
         )  # fmt: skip
         engine = service.engine
         if index > 0:
@@ -106,16 +107,19 @@ def serve(
 
 
 def benchmark(
-    path: str, *, slots: int, context: int, memory: float, mesh: EngineMesh, draft: int = 1, dtype: str
-) -> None:
+    path: str, *, slots: int, context: int, memory: float, mesh: EngineMesh, draft: int = 1,
+    kv_cache_dtype: str = "auto", dtype: str,
+) -> None:  # fmt: skip
     """Prints how fast the checkpoint folder `path` would be served, as a table; options as for `serve`.
 
     Raises:
       ValueError: the folder cannot be loaded, or the context is too short to measure.
     """
     with hosts.joined() as (index, share):
-        options = {"slots": slots, "context": context, "memory": memory, "mesh": mesh, "draft": draft}
-        engine = load(path, share, dtype=dtype, version="default", **options).engine
+        engine = load(
+            path, share, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
+            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version="default",
+        ).engine  # fmt: skip
         if index > 0:
             engine.device.follow(share)
             return
@@ -159,7 +163,8 @@ def published_label(path: str) -> str:
 
 def prepare(
     path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, dtype: str, version: str, seed: int = 0,
+    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, kv_cache_dtype: str = "auto", dtype: str, version: str,
+    seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode, grammars = None, None, None
@@ -173,7 +178,7 @@ def prepare(
     slots = slots or paging.default_slots(jax.default_backend(), context)
     engine = replicas.serving(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
-        decode=decode, grammars=grammars, seed=seed, draft=draft,
+        decode=decode, grammars=grammars, seed=seed, draft=draft, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     return Service(engine, tokenizer, str(path), checksums, dtype)
 

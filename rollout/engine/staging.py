@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...adapters import hf
 from ...core import param
 from ...models.layers.linear import MultiLoRAWeight, Transposed
-from ...parallel import rules, transfer
+from ...parallel import rules, transfer, turns
 
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 
@@ -33,8 +33,9 @@ def stage(params, table: param.Table, mesh):
         there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
         if mesh.is_multi_process:
             return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
-        w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
-        return jax.block_until_ready(_copied(there, turned)(w))
+        with turns.taken(mesh):
+            w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
+            return jax.block_until_ready(_copied(there, turned)(w))
 
     def one(name, w, sharding):
         turned = w.ndim == 2 and not name.endswith(KEPT)

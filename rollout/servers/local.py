@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Literal
 
 from ..processes import guard, memory
 from .engine_mesh import ONE_DEVICE, EngineMesh
@@ -41,6 +41,8 @@ class Serve:
       mesh: how a server uses devices.
       draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
         are accepted where they equal what is sampled; 1 = off.
+      kv_cache_dtype: dtype of keys and values: auto = that of the weights; float8 takes half of bfloat16's memory, and
+        moves log-probabilities away from the trainer's (docs/serve.md).
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
@@ -52,6 +54,7 @@ class Serve:
     memory: float = 0
     mesh: EngineMesh = ONE_DEVICE
     draft: int = 1
+    kv_cache_dtype: Literal["auto", "float8"] = "auto"
     dtype: str = "auto"
     restarts: int = 10
 
@@ -78,7 +81,8 @@ def words(path: str, options: Serve) -> list[str]:
     made += ["--slots", str(options.slots)] if options.slots else []
     made += ["--context", str(options.context)] if options.context else []
     made += ["--memory", str(options.memory)] if options.memory else []
-    return [*made, *options.mesh.words, "--draft", str(options.draft)]
+    made += [*options.mesh.words, "--draft", str(options.draft)]
+    return [*made, "--kv-cache-dtype", options.kv_cache_dtype]
 
 
 class Local:
