@@ -197,7 +197,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     """{name: function} of what all processes of the job call together, because it moves data between devices. An engine
     in this process waits meanwhile, if both have several."""
     policy, out = trainer.policy, Path(config.out)
-    work = {
+    work: dict[str, Callable] = {
         "update": functools.partial(train_packed, trainer),
         "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),

@@ -192,14 +192,15 @@ def test_options_of_the_command_are_known_by_all_their_names(capsys):
 
 def test_a_server_gets_the_launchers_options():
     server = launch_config.Server(
-        mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, dtype="float32"
+        mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, kv_cache_dtype="float8", dtype="float32"
     )
     config = launch_config.Config(servers=1, server=server)
     words = launch_config.server_words(config, ["train", "grpo", "--model", "m"], "h", 1)
-    assert words[:2] == ["env", "JAX_NUM_CPU_DEVICES=4"] and words[2:7] == [PYTHON, "-m", "areax", "serve", "m"]
-    assert dict(zip(words[7::2], words[8::2], strict=True)) == {
+    assert words[:3] == ["env", "AREAX_PROCESSES=1", "JAX_NUM_CPU_DEVICES=4"]
+    assert words[3:8] == [PYTHON, "-m", "areax", "serve", "m"]
+    assert dict(zip(words[8::2], words[9::2], strict=True)) == {
         "--host": "h", "--port": "1", "--slots": "3", "--context": "96", "--dtype": "float32", "--memory": "0.5",
-        "--draft": "5", "--mesh.dp": "2", "--mesh.ep": "1", "--mesh.tp": "2",
+        "--draft": "5", "--kv-cache-dtype": "float8", "--mesh.dp": "2", "--mesh.ep": "1", "--mesh.tp": "2",
     }  # fmt: skip
 
 

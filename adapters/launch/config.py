@@ -282,7 +282,8 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
     context = str(server.context or option(command, "--length") or "")
     several = server.mesh.devices > 1
     return [
-        *(["env", f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if several else []),
+        "env", "AREAX_PROCESSES=1",  # by itself, also as one of several tasks of a scheduler's step
+        *([f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if several else []),
         PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port),
         *(["--slots", str(server.slots)] if server.slots else []),
         *(["--context", context] if context else []), "--dtype", server.dtype, *(server.mesh.words if several else []),

@@ -42,7 +42,7 @@ def found(environ: Mapping[str, str] = os.environ) -> dict | None:
     given = {name: environ[name] for name in (COORDINATOR, COUNT, INDEX) if environ.get(name)}
     if given == {COUNT: "auto"}:
         return {}
-    if given == {COUNT: "1"}:
+    if given.get(COUNT) == "1":
         return None
     if given:
         missing = [name for name in (COORDINATOR, COUNT, INDEX) if name not in given]

@@ -20,8 +20,7 @@ from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
 STOP_S = 20.0
-# A server is a process by itself, also of a run of several (`parallel.multihost.processes`).
-JOB, ALONE = ("AREAX_COORDINATOR", "AREAX_PROCESS"), {"AREAX_PROCESSES": "1"}
+ALONE = {"AREAX_PROCESSES": "1"}  # a server is a process by itself, also of a run of several (`multihost.processes`)
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,10 @@ class Local:
           environ: changes of the environment, which show it its devices.
         """
         command = [sys.executable, "-m", "areax", *words(path, self._options)]
-        inherited = {name: value for name, value in os.environ.items() if name not in JOB}
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True, env={**inherited, **ALONE, "PYTHONUNBUFFERED": "1", **environ},
+            start_new_session=True, env={**os.environ, **ALONE, "PYTHONUNBUFFERED": "1", **environ},
         )  # fmt: skip
         guard.process(process.pid)
         output: deque[str] = deque(maxlen=20)  # last lines
