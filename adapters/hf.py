@@ -650,7 +650,13 @@ def _written(like: str | os.PathLike | None) -> tuple[Path, dict] | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    """Whether a folder is a checkpoint, or what is left of one that `save` wrote."""
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return True
+    try:
+        return "tensors" in read_json(path / MANIFEST)
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def read_json(path: Path) -> dict:

@@ -327,7 +327,7 @@ def _name(leaf: param.Leaf) -> str:
 
 
 def _holds_adapters(path: Path) -> bool:
-    return (path / CONFIG).is_file()
+    return any((path / name).is_file() for name in (CONFIG, WEIGHTS))
 
 
 def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:

@@ -371,6 +371,15 @@ def test_a_foreign_directory_is_not_overwritten(tmp_path):
     assert contents(tmp_path / "home") == {"letters.txt": b"dear"} and len(list(tmp_path.iterdir())) == 1
 
 
+def test_what_is_left_of_a_checkpoint_is_replaced(saved):
+    config, params = made()
+    before = contents(saved)
+    for name in ("model.safetensors", "config.json"):
+        (saved / name).unlink()
+        hf.save(saved, config, params)
+        assert contents(saved) == before
+
+
 def test_a_checkpoint_is_replaced_atomically(saved, tmp_path, monkeypatch):
     config, params = made(torch_dtype="bfloat16")
     before = contents(saved)

@@ -497,6 +497,9 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         adapters_in_files.load(tmp_path, config)
     adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
     adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)  # replaces an adapter
+    for name in ("adapter_model.safetensors", "adapter_config.json"):  # or what is left of one
+        (tmp_path / name).unlink()
+        adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     for changes, said in (
         (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),

@@ -370,7 +370,9 @@ def test_plain_variables():
     for given, words in (
         ({"PROCESSES": "4"}, "must be set together, got no AREAX_COORDINATOR and no AREAX_PROCESS;"),
         ({"PROCESS": "0", "COORDINATOR": "host:1"}, "got no AREAX_PROCESSES;"),
-        ({"COORDINATOR": "host", "PROCESSES": "2", "PROCESS": "0"}, "must be host:port, got 'host'"),
+        ({"COORDINATOR": "host", "PROCESSES": "2", "PROCESS": "0"}, "must be host:port, .* got 'host'"),
+        ({"COORDINATOR": "host:0", "PROCESSES": "2", "PROCESS": "0"}, "1 to 65535, got 'host:0'"),
+        ({"COORDINATOR": "host:65536", "PROCESSES": "2", "PROCESS": "0"}, "1 to 65535, got 'host:65536'"),
         ({"COORDINATOR": "host:1", "PROCESSES": "two", "PROCESS": "0"}, "AREAX_PROCESSES must be an integer"),
         ({"COORDINATOR": "host:1", "PROCESSES": "2", "PROCESS": "2"}, "AREAX_PROCESS must be below .* = 2, got 2"),
     ):

@@ -52,8 +52,10 @@ def found(environ: Mapping[str, str] = os.environ) -> dict | None:
                 f"{' and no '.join(missing)}; set all three, or none for one process"
             )
         host, _, port = given[COORDINATOR].rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"processes: {COORDINATOR} must be host:port, got {given[COORDINATOR]!r}")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(
+                f"processes: {COORDINATOR} must be host:port, with a port of 1 to 65535, got {given[COORDINATOR]!r}"
+            )
         for name in (COUNT, INDEX):
             if not given[name].isdecimal():
                 raise ValueError(f"processes: {name} must be an integer of at least 0, got {given[name]!r}")
