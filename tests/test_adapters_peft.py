@@ -496,11 +496,10 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
     with pytest.raises(ValueError, match="adapters need .*, got no adapter_model.safetensors"):
         adapters_in_files.load(tmp_path, config)
     adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
+    adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)  # replaces an adapter
+    for name in ("adapter_model.safetensors", "adapter_config.json"):  # or what is left of one
         (tmp_path / name).unlink()
-        adapters_in_files.save(
-            tmp_path, config, drawn(config, spec), spec
-        )  # replaces an adapter, or what is left of one
+        adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     for changes, said in (
         (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
