@@ -22,6 +22,7 @@ GRACE_S = 25.0  # for process 0 to clean up: servers, folders
 START_S = 300  # for all processes to start
 LATE_S = 2  # a collective may fail this long before its peer's failure is detected
 GREETING_S = 5  # for a connected process to identify itself
+LINE = 1 << 12  # characters of a greeting: an unknown client may send no end of them
 BYE = "bye"
 KEY = "areax/watch"
 
@@ -107,7 +108,7 @@ class Watch:
                 connection.settimeout(GREETING_S)  # an unknown client may send nothing
                 lines = _lines(connection)
                 try:
-                    greeting = lines.readline()
+                    greeting = lines.readline(LINE)
                 except OSError:
                     greeting = ""
                 word, index, name = (*greeting.strip().split(" ", 2), "", "", "")[:3]
