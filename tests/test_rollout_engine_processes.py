@@ -20,8 +20,6 @@ from areax.models import paging
 from areax.parallel.multihost import liveness
 from areax.rollout import client
 
-pytestmark = pytest.mark.mesh
-
 CONTEXT, SLOTS = 160, 4
 END_S = 60  # for processes to end; seconds, but this may be a slow machine
 LONG = [5 + i % 11 for i in range(100)]  # a prompt of several chunks
@@ -125,7 +123,9 @@ def check_refusals(server, models, folders):
             link.unlink()
 
 
-@pytest.mark.parametrize("devices, atol", [(1, 0), (2, 1e-5)])
+@pytest.mark.parametrize(
+    "devices, atol", [pytest.param(1, 0, marks=pytest.mark.mesh), pytest.param(2, 1e-5, marks=pytest.mark.wide)]
+)
 def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
     """Bit for bit over two devices. More are summed in a ring, each part of an array beginning at another device, so
     that sums of four numbers round by their place: tokens are the same, log-probabilities within 1e-5."""
@@ -158,6 +158,7 @@ def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
         assert "http://" not in server.said(1)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("killed", [0, 1])
 def test_if_a_process_is_killed_the_other_ends_and_the_fleet_goes_on(models, tmp_path, killed):
     async def generate(server, healthy):
@@ -180,13 +181,9 @@ def test_if_a_process_is_killed_the_other_ends_and_the_fleet_goes_on(models, tmp
         assert own == [line]  # beside what JAX logs where process 0 was
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    "case, mesh, draft",
-    [
-        ("qwen3", '{"tp": 2}', 4),
-        pytest.param("qwen3_5_text", '{"tp": 2}', 1, marks=pytest.mark.wide),
-        pytest.param("qwen3_moe", '{"ep": 2}', 1, marks=pytest.mark.wide),
-    ],
+    "case, mesh, draft", [("qwen3", '{"tp": 2}', 4), ("qwen3_5_text", '{"tp": 2}', 1), ("qwen3_moe", '{"ep": 2}', 1)]
 )
 def test_an_engine_over_processes_has_the_bits_of_one(tmp_path, case, mesh, draft):
     """With drafts and adapters; states of delta nets; experts over the processes, and their choice."""
@@ -196,6 +193,7 @@ def test_an_engine_over_processes_has_the_bits_of_one(tmp_path, case, mesh, draf
     assert json.loads(said.partition("RESULT ")[2]) == wanted
 
 
+@pytest.mark.mesh
 def test_processes_that_cannot_serve_together_are_refused(models, tmp_path):
     """In a line of process 0; the other names it."""
     each = {
