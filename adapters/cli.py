@@ -133,7 +133,7 @@ def serve(
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
       slots: maximum number of sequences that a replica generates concurrently (SGLang's max-running-requests); further
-        requests wait. 0 = 16 on a CPU; on accelerators 128 of up to 1024 tokens, and at least 16 longer ones.
+        requests wait. 0 = 16 on a CPU; on accelerators as many as have 131,072 tokens together, from 16 to 128.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has

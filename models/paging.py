@@ -13,7 +13,7 @@ import numpy as np
 from .layer import Attention, Layer, Recurrent
 
 TOKENS = 1 << 17  # of all slots, as long as there are at least 16
-KEPT = "auto", "float8"  # keys and values
+KV_CACHE_DTYPES = "auto", "float8"
 STEPS = 8  # of decoding that are compiled together, for which a sequence has pages ahead
 
 
@@ -124,20 +124,20 @@ def check_draft(option: str, draft: int, context: int) -> None:
         raise ValueError(f"{option} must be at most the context, {context} tokens, got {draft}; lower it")
 
 
-def dtype(weights, kept: str) -> np.dtype:
+def kv_dtype(weights, kv_cache_dtype: str) -> np.dtype:
     """The dtype of keys and values in pages: "auto" is that of the weights, "float8" e4m3, whose numbers reach 448.
 
     Raises:
       ValueError: another name.
     """
-    if kept not in KEPT:
-        raise ValueError(f"kv_cache_dtype must be one of {', '.join(KEPT)}, got {kept!r}")
-    return np.dtype(weights if kept == "auto" else ml_dtypes.float8_e4m3fn)
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    return np.dtype(weights if kv_cache_dtype == "auto" else ml_dtypes.float8_e4m3fn)
 
 
 def default_slots(platform: str, context: int) -> int:
-    """Sequences of this length to decode at a time: on accelerators, where a step takes hardly longer for more, up to
-    128 that have 131,072 tokens together, and at least 16."""
+    """The number of sequences of at most `context` tokens to decode at a time. On accelerators, where a step takes
+    hardly longer for more of them: as many as have 131,072 tokens together, but from 16 to 128."""
     return 16 if platform == "cpu" else max(16, min(128, TOKENS // context))
 
 

@@ -75,7 +75,7 @@ class Part:
         return {name: jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for name, x in tree.items()}
 
     def put(self, tree: dict[str, Any], new: dict[str, Any], at) -> dict[str, Any]:
-        """This part's arrays, of a stack, with another layer, in their dtypes."""
+        """The arrays of a part with layers, with layer `at` replaced by `new`, in their own dtypes."""
         cast = {name: new[name].astype(x.dtype) for name, x in tree.items()}
         return {name: jax.lax.dynamic_update_index_in_dim(x, cast[name], at, 0) for name, x in tree.items()}
 
@@ -209,8 +209,8 @@ def _update(part: Part, clip: float, mesh) -> tuple[Callable, Held, Held]:
     `update(weights, held, gradient, at, norm, finite, *seeds) -> (weights, held, squared norms of change and weights)`:
     weights and gradient are those of all layers, of which layer `at` is updated. Weights and `held` are donated.
 
-    A layer is taken out, updated and put back by three programs: in a single one XLA copies the weights of all layers
-    on a GPU.
+    A layer is taken out, updated and put back by separate programs: in a single one XLA copies the weights of all
+    layers on a GPU.
 
     Args:
       clip: as in `Optimizer`; `norm` is that of the whole gradient.

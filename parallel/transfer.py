@@ -1,5 +1,5 @@
-"""Moves arrays between the meshes of one process, as from a trainer's to a generation engine's, and between devices and
-host memory where a mesh spans processes: each has its parts there, which no program of all processes moves."""
+"""Moves arrays between the meshes of one process, as from a trainer's to a generation engine's; and, on a mesh that
+spans processes, between devices and host memory, where each process moves only its own parts."""
 
 import functools
 from collections.abc import Callable

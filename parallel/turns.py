@@ -1,8 +1,8 @@
-"""Programs over several devices take turns in a process, such as those of a trainer and of an engine beside it.
+"""Threads of a process take turns to launch programs over several devices, such as a trainer and an engine beside it.
 
-If two threads start programs with collectives, one device may come to the first of them first and another to the
-second, and both wait for each other forever. A program has its place in the queues of all its devices when its call
-returns. Programs of one device wait for nobody.
+If two threads launch programs with collectives at the same time, devices may receive them in different orders and wait
+for each other forever. Once a call returns, its program is in the queues of all its devices. Programs on one device
+cannot block each other like this.
 """
 
 import contextlib
@@ -17,14 +17,13 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def taken(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """During the block no other thread starts programs over several devices. Without effect if the mesh is one
-    device."""
+    """During the block no other thread launches programs over several devices; no effect if `mesh` is one device."""
     with _lock if mesh.size > 1 else contextlib.nullcontext():
         yield
 
 
 def during(mesh: jax.sharding.Mesh, fn: Callable) -> Callable:
-    """The function, whose calls take a turn each."""
+    """Wraps `fn` so that each call takes a turn."""
 
     @functools.wraps(fn)
     def run(*args, **options):

@@ -28,7 +28,7 @@ def engine_of(case, share=None, slots=4, draft=1, kept="auto"):
     """An engine whose caches, of keys and values in the dtype `kept`, have this share of what its slots may need."""
     config, params = model(case)
     if share is not None:
-        kinds = paging.kinds(config.records, CONTEXT, PAGE, paging.dtype("float32", kept).itemsize)
+        kinds = paging.kinds(config.records, CONTEXT, PAGE, paging.kv_dtype("float32", kept).itemsize)
         counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
         share = fixed + share * (paging.size_of(kinds, counts, slots) - fixed)

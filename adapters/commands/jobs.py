@@ -240,15 +240,15 @@ def _generation(
             f"plan: without --servers the recipe starts {engine.count}, on {_chips(split.devices)} each, got "
             f"--rollout-chips {rollout_chips}; set --servers, or leave it out"
         )
-    size = kept = itemsize
+    size = of_cache = itemsize
     if engine:
         engine.mesh.check(settings)
         own = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype)
-        size, kept = own.itemsize, paging.dtype(own, engine.kv_cache_dtype).itemsize
+        size, of_cache = own.itemsize, paging.kv_dtype(own, engine.kv_cache_dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=False)
     slots = capacity = held = 0
     if engine:
-        slots, cache, state, capacity, held = _server_cache(config, settings, platform, kept)
+        slots, cache, state, capacity, held = _server_cache(config, settings, platform, of_cache)
     # "no": of a host with enough devices servers take those behind the trainer's (`launch.devices.of_own_servers`)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False

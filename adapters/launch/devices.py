@@ -69,10 +69,10 @@ def of_own_servers(there: int, trainer: int, count: int, each: int) -> list[list
 
 
 def showing(gpus: Sequence[int], amd: bool = False, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that shows a process only these of the GPUs that this process sees, counted from 0.
+    """The environment variable that makes only these GPUs visible to a child process, by their numbers in this one.
 
-    Of AMD it is HIP_VISIBLE_DEVICES, which overrides CUDA_VISIBLE_DEVICES; both number the devices that
-    ROCR_VISIBLE_DEVICES names, which the process inherits.
+    For AMD it is HIP_VISIBLE_DEVICES, which overrides CUDA_VISIBLE_DEVICES; both count within ROCR_VISIBLE_DEVICES,
+    which the child inherits.
     """
     variables = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")[0 if amd else 1 :]
     names = next((_named(environ[name]) for name in variables if name in environ), None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from chips import planned, shapes, train
 
-OPTIONS = {"optim.state": "float8", "optim.gradients": "bfloat16"}
+OPTIONS = {"state": "float8", "gradients": "bfloat16"}
 
 
 def measure(shape, dtype, length, rows, microbatches, steps, *, chip, keep) -> dict:
@@ -32,13 +32,14 @@ def measure(shape, dtype, length, rows, microbatches, steps, *, chip, keep) -> d
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shapes.hf(shape, length)))
         options = {
-            "model": folder, "length": length, "rows": rows, "batch": rows * microbatches, "run.dtype": dtype, **OPTIONS
+            "model": folder, "length": length, "rows": rows, "batch": rows * microbatches, "run.dtype": dtype,
+            **{f"optim.{name}": value for name, value in OPTIONS.items()},
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         figures = planned.figures("sft", [*words, "--optim.offload"], chip)
     config = models.config_from_hf(shapes.hf(shape, length))
     table, on, run = models.table(config), mesh.make(mesh.Layout()), models.Run(dtype=dtype, remat="full")
-    spec = optim.Optimizer(**train.ADAM, state="float8", gradients="bfloat16", offload=True)
+    spec = optim.Optimizer(**train.ADAM, **OPTIONS, offload=True)
     score = lambda params, batch: models.score(params, batch, config=config, run=run)
     rng, seconds = np.random.default_rng(0), []
     tokens = rng.integers(0, config.vocab, (rows * microbatches, length))

@@ -16,8 +16,8 @@ def figures(recipe: str, words: list[str], chip: str | None) -> dict:
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = cli.main(["plan", recipe, *words, "--chip", chip, "--json"])
-    found = {name: figure["value"] for name, figure in json.loads(said.getvalue())["figures"].items()}
     if code not in (0, 1):  # 1 = it does not fit
         raise RuntimeError(f"areax plan {recipe} ended with exit code {code}")
+    found = {name: figure["value"] for name, figure in json.loads(said.getvalue())["figures"].items()}
     step_s = found.get("train_batch_s", found["step_s"]) + found.get("generate_batch_s", 0)
     return {"planned_peak_bytes": found.get("shared_bytes", found["peak_bytes"]), "planned_step_s": step_s}

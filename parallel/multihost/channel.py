@@ -1,6 +1,6 @@
 """A channel of bytes from process 0 to all others, over TCP.
 
-Unlike a broadcast by the devices it does not wait for their queues, takes a tenth of a millisecond, and may be silent
+Unlike a broadcast by the devices it does not wait for their queues, takes a tenth of a millisecond, and may stay idle
 for days.
 """
 

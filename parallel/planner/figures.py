@@ -11,7 +11,7 @@ PASSES = 4 / 3  # passes over inputs and outputs of matmuls for each time that t
 LINK = 0.7  # fraction of a link's bytes/s reached by collectives
 LATENCY = 1e-5  # seconds that a collective takes however few bytes it sends; assumed, not measured
 STREAM = 0.7  # fraction of HBM's bytes/s reached by the optimiser, and by decoding as it reads weights
-# Our engine on GPUs, by Qwen3-0.6B on an H100: 2.26 ms a step for 16 sequences of 384 tokens, 6.83 ms for 128.
+# Our engine on GPUs, fitted to Qwen3-0.6B on an H100: 2.26 ms a step for 16 sequences of 384 tokens, 6.83 ms for 128.
 PAGED = 0.32  # fraction of HBM's bytes/s reached as it reads keys and values
 LAUNCH = 3.5e-5  # seconds for the kernels of a layer in a step, however few sequences there are
 FILLED = 0.7  # largest fraction of a server's usable memory for weights: the rest is for the KV cache

@@ -19,21 +19,22 @@ MB = 1 << 20
 
 
 def for_caches(
-    config, params, pages: np.dtype, slots: int, context: int, page: int, steps: int, draft: int, on: jax.sharding.Mesh
-) -> float | None:
+    config, params, kv_dtype: np.dtype, slots: int, context: int, page: int, steps: int, draft: int,
+    on: jax.sharding.Mesh,
+) -> float | None:  # fmt: skip
     """The bytes that there are for caches on each device; None = as much as all slots may need.
 
     Leaves room for the next version of the weights beside those in use, unless no sequence would fit then. Processes of
     a job agree on the least.
 
     Args:
-      pages: dtype of keys and values.
+      kv_dtype: of keys and values.
 
     Raises:
       ValueError: the device has not enough for one sequence.
     """
     table, dtype = models.table(config), np.dtype(params["embed"].dtype)
-    kinds = paging.kinds(config.records, context, page, pages.itemsize, on.shape.get("tp", 1))
+    kinds = paging.kinds(config.records, context, page, kv_dtype.itemsize, on.shape.get("tp", 1))
     own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
     split = rules.of_params(table, on, rules.GENERATING)
     weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))

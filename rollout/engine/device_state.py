@@ -95,7 +95,7 @@ class DeviceState:
         try:
             with lockstep.leader(self.operations, share) as self.run:
                 yield
-        except Exception as error:
+        except Exception as error:  # of any kind: the others wait for this process, and its thread ends
             processes.leave(error)
         finally:
             self.run = self._run_here

@@ -110,15 +110,15 @@ class Engine:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
         mesh.check(config)
-        pages = paging.dtype(params["embed"].dtype, kv_cache_dtype)
+        kv_dtype = paging.kv_dtype(params["embed"].dtype, kv_cache_dtype)
         if memory is None:
-            memory = budget.for_caches(config, params, pages, slots, context, page, steps, draft, on)
+            memory = budget.for_caches(config, params, kv_dtype, slots, context, page, steps, draft, on)
         self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, pages, slots, context, steps, page, memory, on, draft)
+        self._slots = Slots(config, params, kv_dtype, slots, context, steps, page, memory, on, draft)
         self.device, self.share = self._slots.device, None
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()

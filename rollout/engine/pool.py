@@ -63,7 +63,7 @@ def replicated(tree):
 
 
 def stored(x, dtype):
-    """Keys or values as pages keep them: float8 has no infinity, and what is too large for it would become NaN."""
+    """Casts keys or values to the dtype of the pages, clipped to the range of float8, which overflows to NaN."""
     if jnp.dtype(dtype).itemsize == 1:
         most = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -most, most)

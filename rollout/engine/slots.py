@@ -70,7 +70,7 @@ class Slots:
     """
 
     def __init__(
-        self, config, params, pages: np.dtype, count: int, context: int, steps: int, page: int, memory: float | None,
+        self, config, params, kv_dtype: np.dtype, count: int, context: int, steps: int, page: int, memory: float | None,
         on: jax.sharding.Mesh, width: int = 1,
     ):  # fmt: skip
         self.count, self.context, self.steps, self.width = count, context, steps, width
@@ -80,10 +80,10 @@ class Slots:
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
         self._dtype = params["embed"].dtype
-        kinds = paging.kinds(self.config.records, context, page, pages.itemsize, on.shape.get("tp", 1))
+        kinds = paging.kinds(self.config.records, context, page, kv_dtype.itemsize, on.shape.get("tp", 1))
         counts = paging.counts(kinds, count, context, page, steps * width, memory)
         self.device = DeviceState(
-            self.config, pages, on, kinds, counts, slots=count, context=context, page=page, steps=steps, width=width
+            self.config, kv_dtype, on, kinds, counts, slots=count, context=context, page=page, steps=steps, width=width
         )
         self.swap(self.stage(params))
         self.cache = Cache(kinds, counts, self.device, slots=count, context=context, C=page)
