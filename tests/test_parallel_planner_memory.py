@@ -135,6 +135,20 @@ def test_argument_bytes_of_adapters_match_the_compiled_step(family, name, base):
     assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
 
 
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_temporaries_under_adapters_are_one_layers_weights_and_no_gradients_of_them(base):
+    wide = dict(hidden_size=256, intermediate_size=1024)
+    config = tiny_families.config("qwen3", torch_dtype="bfloat16", **wide)
+    spec = lora.Lora(4, base=base)
+    step = aot.Step(config, losses.SFT(), optim.Optimizer(), models.Run(), ONE, 1, 16, 1, slots=4, lora=spec)
+    made = job(
+        config, rows=1, length=16, slots=4, reads=aot.reads(step), adapters=lora.table(models.table(config), spec),
+        frozen="bfloat16", frozen_shapes=aot.frozen(step),
+    )  # fmt: skip
+    got = aot.compile(step).memory_analysis().temp_size_in_bytes
+    assert 1 < memory.memory(made).temporary / got < 2
+
+
 NEAR = 4
 NARROW = {  # what of optimisers changes the memory of a step
     "bf16 moments": dict(state="bfloat16"),

@@ -369,20 +369,27 @@ def _chunk(job: Job) -> int:
 
 
 def _layer(job: Job) -> int:
-    """Temporaries of a layer's backward pass: its gathered weights, all its values, and the gradients of both."""
+    """Temporaries of a layer's backward pass: its weights in the dtype of the computation, gathered ones as they are
+    stored, too, all its values, and the gradients of both; frozen weights have none."""
+    copies = (1 if job.adapters else 2) * job.itemsize
 
     def at_work(stack):
-        weights = sum(job.whole(leaf) * (job.bytes_of(leaf) + 2 * job.itemsize) for leaf in stack.values())
+        weights = sum(job.whole(leaf) * (_gathered(job, leaf) + copies) for leaf in stack.values())
         return weights + 2 * sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
 
     return round(max(map(at_work, job.stacks)))
 
 
+def _gathered(job: Job, leaf: Leaf) -> int:
+    """Bytes per entry of a weight that a device gathers from others; none if it has the whole."""
+    return job.bytes_of(leaf) if job.size("fsdp", "ep") > 1 else 0
+
+
 def _forward(job: Job) -> int:
-    """Temporaries of a forward pass without gradients: the largest layer's gathered weights, and its values."""
+    """Temporaries of a forward pass: those of `_layer` without gradients."""
 
     def at_work(stack):
-        weights = sum(job.whole(leaf) * (job.bytes_of(leaf) + job.itemsize) for leaf in stack.values())
+        weights = sum(job.whole(leaf) * (_gathered(job, leaf) + job.itemsize) for leaf in stack.values())
         return weights + sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
 
     return round(max(map(at_work, job.stacks)))
