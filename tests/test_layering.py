@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "rollout/engine": {
         "rollout.types",
         "rollout.servers.engine_mesh",
+        "rollout.servers.engine_options",
         "rollout.servers.labels",
         "rollout.servers.prefix_routing",
         "rollout.processes",
@@ -62,6 +63,7 @@ MAY_IMPORT = {
         "rollout.types",
         "rollout.chat.template",
         "rollout.servers.engine_mesh",
+        "rollout.servers.engine_options",
         "rollout.servers.labels",
         "rollout.processes",
     },

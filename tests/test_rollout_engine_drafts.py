@@ -195,7 +195,7 @@ def test_a_width_below_one_or_beyond_the_context_is_refused():
         engine_of("qwen3", draft=0)
     with pytest.raises(ValueError, match=f"draft must be at most the context, {CONTEXT} tokens, got {CONTEXT + 1}"):
         engine_of("qwen3", draft=CONTEXT + 1)
-    with pytest.raises(ValueError, match="--serve.draft must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="draft must be at least 1, got 0"):
         Serve(draft=0)
 
 

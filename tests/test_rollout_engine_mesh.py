@@ -43,12 +43,12 @@ def model(case):
 def engine_of(case, mesh=ONE_DEVICE, share=None, draft=1):
     """An engine whose pages are this share of what its slots may need."""
     config, params = model(case)
-    memory = None
+    memory = 0.0
     if share:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, mesh.tp)
         counts = paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], SLOTS)
-        memory = fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)
+        memory = (fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)) / 1e9
     return Engine(
         config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=mesh, memory=memory, draft=draft
     )

@@ -27,12 +27,13 @@ CASES = ["qwen3", "qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "n
 def engine_of(case, share=None, slots=4, draft=1, kept="auto"):
     """An engine whose caches, of keys and values in the dtype `kept`, have this share of what its slots may need."""
     config, params = model(case)
+    memory = 0.0
     if share is not None:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, paging.kv_dtype("float32", kept).itemsize)
         counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
-        share = fixed + share * (paging.size_of(kinds, counts, slots) - fixed)
-    sizes = {"slots": slots, "context": CONTEXT, "page": PAGE, "memory": share, "steps": 4, "draft": draft}
+        memory = (fixed + share * (paging.size_of(kinds, counts, slots) - fixed)) / 1e9
+    sizes = {"slots": slots, "context": CONTEXT, "page": PAGE, "memory": memory, "steps": 4, "draft": draft}
     return Engine(config, params, **sizes, kv_cache_dtype=kept)
 
 

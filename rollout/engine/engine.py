@@ -7,7 +7,6 @@ to free slots, computes some of their prompts, and reports what was generated.
 import atexit
 import collections
 import itertools
-import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +15,12 @@ from typing import Any
 
 import jax
 
-from ...models import paging
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
-from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import budget
 from .adapters import Loaded
 from .grammar import Grammars, Matcher
 from .live import Live
+from .options import Options
 from .request import Progress, Request, check, check_prompt
 from .slots import Slots, mesh_of
 
@@ -47,6 +44,7 @@ class Engine:
       version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
       released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
+      options: its options, none of them left open but `memory`; also as `slots` and `context`.
       device: what is on the devices, and the operations on it.
       share: tells the other processes which operations to run, if there are others (`hosts`).
     """
@@ -56,69 +54,44 @@ class Engine:
         config,
         params,
         *,
-        slots: int = 16,
-        context: int = 2048,
-        memory: float | None = None,
-        page: int | None = None,
-        mesh: EngineMesh = ONE_DEVICE,
         devices: Sequence[jax.Device] = (),
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
         seed: int = 0,
-        steps: int = paging.STEPS,
-        draft: int = 1,
-        kv_cache_dtype: str = "auto",
+        **options: Any,
     ):
         """
         Args:
           params: the model's parameter tree; copied, so the caller may donate its own.
-          slots: most sequences decoded together.
-          context: most tokens of a sequence, prompt included.
-          memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
-            less, requests wait for memory, and the latest may lose theirs for a time; no sample changes.
-          mesh: how the model is split over devices; its dp must be 1, `replicas.serving` makes more engines.
           devices: as many as the mesh has; none = the first of this process.
-          page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
           seed: from which requests without a seed get theirs.
-          steps: decoding steps per dispatch.
-          draft: tokens of a sequence that a step computes: its last one, and guesses at the next, which are kept as far
-            as they are what is sampled (`drafts`). Samples depend on this width by rounding, not on the guesses.
-          kv_cache_dtype: of keys and values in pages: "auto" = that of the weights; "float8" = e4m3, of scale 1.
+          options: slots, context, memory, ...: the fields of `Options`. The mesh's dp must be 1; `replicas.serving`
+            makes more engines.
 
         Raises:
-          ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
-            that do not match.
+          ValueError: an option out of its range, memory too small for one sequence, or parameters or grammars that do
+            not match.
         """
-        for name, value in {"slots": slots, "context": context, "steps": steps, "draft": draft}.items():
-            if value < 1:
-                raise ValueError(f"Engine: {name} must be at least 1, got {value}")
+        self.options = Options(**options).resolved()
         if grammars is not None and grammars.vocab != config.vocab:
             raise ValueError(
                 f"Engine: grammars must be for the model's {config.vocab} tokens, got {grammars.vocab}; make them with "
                 "Grammars(tokenizer, config.vocab, config.eos)"
             )
-        page = page or paging.default_page(context)
-        if memory is not None and not 0 < memory < math.inf:
-            raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
-        if page < 16 or page & (page - 1):
-            raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        paging.check_draft("Engine: draft", draft, context)
+        mesh = self.options.mesh
         if mesh.dp > 1:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
         mesh.check(config)
-        kv_dtype = paging.kv_dtype(params["embed"].dtype, kv_cache_dtype)
-        if memory is None:
-            memory = budget.for_caches(config, params, kv_dtype, slots, context, page, steps, draft, on)
-        self.config, self.slots, self.context, self.draft = config, slots, context, draft
+        self.config, self.slots, self.context = config, self.options.slots, self.options.context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, kv_dtype, slots, context, steps, page, memory, on, draft)
+        self._slots = Slots(config, params, self.options, on)
         self.device, self.share = self._slots.device, None
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -397,7 +370,7 @@ class Engine:
         return {
             "slots": self.slots,
             "context": self.context,
-            "draft": self.draft,
+            "draft": self.options.draft,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
             "capacity": self._slots.cache.capacity,

@@ -18,7 +18,7 @@ import jax
 
 from ...adapters import hf
 from ..processes import http_process, keys
-from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
+from ..servers.engine_options import EngineOptions
 from . import server as http
 
 
@@ -53,9 +53,8 @@ class Ready:
 
 @contextlib.contextmanager
 def serving(
-    path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, kv_cache_dtype: str = "auto", dtype: str,
-) -> Iterator[tuple[str, Inside]]:  # fmt: skip
+    path: str, options: EngineOptions, first: Callable[[], tuple[str, Weights]] | None = None, *, dtype: str
+) -> Iterator[tuple[str, Inside]]:
     """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 
     Yields its URL, and the `Inside` that gives it weights as arrays.
@@ -63,7 +62,7 @@ def serving(
     Args:
       first: returns the initial label and weights, to which no reference is kept; None = those in the folder, as
         "default". The tokenizer is the folder's.
-      slots, context, memory, mesh, draft, kv_cache_dtype, dtype: as `server.serve`.
+      dtype: as `server.serve`.
 
     Raises:
       ValueError: the folder cannot be loaded.
@@ -72,10 +71,7 @@ def serving(
     dtype = http.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
-        service = http.prepare(
-            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
-            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version=label,
-        )  # fmt: skip
+        service = http.prepare(path, *weights, options, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
         app = http.app(service, keys.read(keys.SERVER))
