@@ -8,17 +8,17 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_rollout_engine_decode import CASES, TINY
-from test_rollout_engine_drafts import check_bits
 from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
+from test_rollout_engine_programs_decode import CASES, TINY
+from test_rollout_engine_programs_drafts import check_bits
 
 from areax import models
 from areax.models import paging
 from areax.parallel import mesh
 from areax.parallel.planner import generation
 from areax.parallel.planner.job import Job
-from areax.rollout.engine import attention, decode, prefill
 from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.programs import attention, decode, prefill
 from areax.rollout.engine.request import Sampling
 from areax.rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_rollout_engine_decode import model
 from test_rollout_engine_mesh import model as even_model
 from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
+from test_rollout_engine_programs_decode import model
 
 from areax.adapters import cli
 from areax.models import lora, table

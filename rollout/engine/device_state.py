@@ -21,11 +21,12 @@ from ...models.paging import Kind
 from ...parallel import transfer, turns
 from ...parallel.multihost import lockstep, processes
 from ...parallel.multihost.channel import Share
-from . import decode as decoding
-from . import drafts, grammar, penalties, pool, staging
-from . import prefill as prompts
+from . import grammar
 from .adapters import Adapters, Factors
 from .options import Options
+from .programs import decode as decoding
+from .programs import drafts, penalties, pool, staging
+from .programs import prefill as prompts
 
 OPERATIONS = (
     "swap", "drop_staged", "release", "empty", "wipe", "decode", "prefill", "scores", "copy", "save", "restore",

@@ -19,7 +19,10 @@ import jax
 from ...adapters import hf
 from ..processes import http_process, keys
 from ..servers.engine_options import EngineOptions
-from . import server as http
+from . import server
+from .checkpoint import read_weights
+from .routes.app import app
+from .routes.service import Service
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,13 @@ def serving(
       ValueError: the folder cannot be loaded.
       RuntimeError: the server ended before it was ready.
     """
-    dtype = http.known_dtype(dtype)
+    dtype = server.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
-        label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
-        service = http.prepare(path, *weights, options, dtype=dtype, version=label)
+        label, *weights = _given(first, dtype) if first else ("default", *read_weights(path, dtype))
+        service = server.prepare(path, *weights, options, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
-        app = http.app(service, keys.read(keys.SERVER))
-        uvicorn = http_process.server(app, **http.OPTIONS)
+        uvicorn = http_process.server(app(service, keys.read(keys.SERVER)), **server.OPTIONS)
         serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
         thread = threading.Thread(target=serve, name="areax-http", daemon=True)
         thread.start()
@@ -100,7 +102,7 @@ class Inside:
     """Gives the engine of this process the weights of a version: the `handover` of a `servers.server.Server`, which
     replaces the old ones; `stage` is its `prepare`."""
 
-    def __init__(self, service: http.Service):
+    def __init__(self, service: Service):
         self._service = service
 
     def stage(self, label: str, new: Weights) -> Ready:

@@ -23,10 +23,10 @@ from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from . import adapters, budget, grammar
 from .adapters import Factors
 from .cache import Cache
-from .decode import COLUMNS, INTEGERS, REALS
 from .device_state import DeviceState
 from .live import Live
 from .options import Options
+from .programs.decode import COLUMNS, INTEGERS, REALS
 from .prompts import Prompts, pairs
 from .request import STOPS
 
