@@ -67,7 +67,7 @@ def started(act, *arguments):
 def paused(both, mode, told):
     """Pauses while `told` holds what has begun to run."""
     pause = started(both.pause, mode)
-    await_(lambda: all(engine._acts or engine.paused for engine in both._engines))
+    await_(lambda: all(engine._commands.soon or engine.paused for engine in both._engines))
     told.go.set()
     pause.join(60)
     assert both.paused

@@ -18,6 +18,7 @@ import jax
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from .adapters import Loaded
+from .commands import Commands
 from .grammar import Grammars, Matcher
 from .live import Live
 from .options import Options
@@ -102,8 +103,7 @@ class Engine:
         self._names: set[str] = set()
         self._adapters: dict[str, Loaded] = {}
         self._leaving: list[tuple[Loaded, Future]] = []  # unloaded, but still used by earlier requests
-        self._acts: collections.deque[tuple[Callable[[], Any], Future]] = collections.deque()
-        self._loads: collections.deque[tuple[Callable[[], None], Future]] = collections.deque()
+        self._commands = Commands(self._wake)
         self._closing = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -471,11 +471,10 @@ class Engine:
 
     def _post(self, act: Callable[[], Any], *, when_idle: bool = False) -> Future:
         """Has the engine's thread run `act` between dispatches."""
-        done: Future = Future()
         with self._wake:
             if self._closing:
                 raise RuntimeError("Engine: the engine is closed")
-            (self._loads if when_idle else self._acts).append((act, done))
+            done = self._commands.add(act, when_idle=when_idle)
             self._wake.notify()
         if self._thread is None:
             self._act()
@@ -502,7 +501,7 @@ class Engine:
                     return
             self._act()
             if self.able:
-                if not self._loads:
+                if not self._commands.when_idle:
                     self._admit()
                 if self._slots.seated:
                     self._compute_prompts()
@@ -510,35 +509,20 @@ class Engine:
                     self._dispatch()
 
     def _something_to_do(self) -> bool:
-        if self._closing or self._acts:
+        if self._closing or self._commands.soon:
             return True
         if not self.able:
-            return bool(self._loads)
-        return bool(self._slots.seated or self._queue or self._loads)
+            return bool(self._commands.when_idle)
+        return bool(self._slots.seated or self._queue or self._commands.when_idle)
 
     def _act(self) -> None:
         """Executes the queued commands; loads wait until nothing is running, unless paused."""
-        while True:
-            with self._wake:
-                if self._acts:
-                    act, done = self._acts.popleft()
-                elif self._loads and (self.paused or not self._slots.seated):
-                    act, done = self._loads.popleft()
-                else:
-                    return
-            try:
-                done.set_result(act())
-            except (ValueError, RuntimeError) as error:
-                done.set_exception(error)
+        self._commands.run(lambda: self.paused or not self._slots.seated)
 
     def _end(self) -> None:
         with self._wake:
             self._closing = self._closed = True
-            waiting = [done for _, done in (*self._acts, *self._loads)]
-            self._acts.clear()
-            self._loads.clear()
-        for done in waiting:
-            done.set_exception(RuntimeError("Engine: the engine is closed"))
+        self._commands.refuse()
         self._abort(lambda live: True)  # which also completes pending unloads of adapters
 
     def _abort(self, which: Callable[[Live], bool]) -> None:
@@ -605,7 +589,7 @@ class Engine:
     def _dispatch(self) -> None:
         # While requests wait for slots, return as soon as half of those that run are free.
         running = len(self._slots.running)
-        crowded = self._queue and not self._loads and not self._slots.free
+        crowded = self._queue and not self._commands.when_idle and not self._slots.free
         made = self._slots.step(self.slots - running + max(1, running // 2) if crowded else self.slots + 1)
         self._requeue_preempted()
         for each in made:
@@ -613,38 +597,13 @@ class Engine:
 
     def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
         """Adds the output of a dispatch for one request, up to its end, and reports it."""
-        sampling, progress, text = live.request.sampling, live.progress, live.text
-        start, finish = len(progress.tokens), None
-        if tokens[-1] in live.stops:
-            finish = {"type": "stop", "matched": tokens[-1]}
-        elif start + len(tokens) == sampling.max_new_tokens:
-            finish = {"type": "length", "length": sampling.max_new_tokens}
-        elif live.matcher and live.matcher.problem:
-            finish = {"type": "abort", "message": live.matcher.problem}
-        if text:
-            shown = tokens[:-1] if finish and finish["type"] == "stop" else tokens
-            hit = text.feed(shown, sampling.stop)
-            if hit:
-                count, matched = hit
-                tokens, logp, top, routed = tokens[:count], logp[:count], top[:count], routed[:count]
-                finish = {"type": "stop", "matched": matched}
-            elif finish:
-                text.end()
-            progress.decoded = text.text
-        progress.tokens += tokens
-        progress.logp += logp
-        progress.top += top
-        progress.routed += routed
-        end = start + len(tokens)
-        if progress.versions and progress.versions[-1][0] == self.version:
-            progress.versions[-1] = (self.version, progress.versions[-1][1], end)
-        else:
-            progress.versions.append((self.version, start, end))
-        self._counts["tokens"] += len(tokens)
+        before = len(live.progress.tokens)
+        finish = live.add(tokens, logp, top, routed, self.version)
+        self._counts["tokens"] += len(live.progress.tokens) - before
         if finish:
             self._finish(live, finish)
         else:
-            live.tell(snapshot(progress))
+            live.tell(live.progress.snapshot())
 
 
 def collect(enqueue: Callable[[Sequence[Pair]], None], requests: Sequence[Request]) -> list[Progress]:
@@ -663,11 +622,3 @@ def _releasable(what: Iterable[str]) -> frozenset[str]:
     if not tags <= frozenset(RELEASABLE):
         raise ValueError(f"tags: must be of {', '.join(RELEASABLE)}, got {sorted(tags)}")
     return tags
-
-
-def snapshot(p: Progress) -> Progress:
-    """A copy that later progress does not modify."""
-    return Progress(
-        p.rid, p.prompt_tokens, p.tokens[:], p.logp[:], p.versions[:], p.top[:], p.input_logp[:], p.input_top[:],
-        p.routed[:], p.finish, p.decoded, p.cached_tokens, p.retractions,
-    )  # fmt: skip

@@ -74,7 +74,7 @@ def serving(
     dtype = server.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *read_weights(path, dtype))
-        service = server.prepare(path, *weights, options, dtype=dtype, version=label)
+        service = server.prepare(path, options, *weights, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
         uvicorn = http_process.server(app(service, keys.read(keys.SERVER)), **server.OPTIONS)

@@ -108,7 +108,7 @@ def load(path: str, share: Share, options: EngineOptions, *, dtype: str, version
     dtype = known_dtype(dtype)
     config, params, checksums = read_weights(path, dtype)
     processes.same("options and weights", dtype, options, version, seed, checksums)
-    service = prepare(path, config, params, checksums, options, dtype=dtype, version=version, seed=seed)
+    service = prepare(path, options, config, params, checksums, dtype=dtype, version=version, seed=seed)
     hosts.connect(service, share)
     return service
 
@@ -127,7 +127,7 @@ def published_label(path: str) -> str:
 
 
 def prepare(
-    path: str, config, params, checksums: dict[str, str], options: EngineOptions, *, dtype: str, version: str,
+    path: str, options: EngineOptions, config, params, checksums: dict[str, str], *, dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""

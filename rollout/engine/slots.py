@@ -71,6 +71,7 @@ class Slots:
     """
 
     def __init__(self, config, params, options: Options, on: jax.sharding.Mesh):
+        kinds, counts = budget.pages(config, params, options, on)  # refuses more slots than there is memory for
         count, context = options.slots, options.context
         self.count, self.context, self.steps, self.width = count, context, options.steps, options.draft
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
@@ -79,7 +80,6 @@ class Slots:
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
         self._dtype = params["embed"].dtype
-        kinds, counts = budget.pages(self.config, params, options, on)
         kv_dtype = paging.kv_dtype(self._dtype, options.kv_cache_dtype)
         self.device = DeviceState(self.config, kv_dtype, on, kinds, counts, options)
         self.swap(self.stage(params))
