@@ -94,7 +94,7 @@ family_tests = test_logits or test_gradients or test_packed_rows or greedy or te
 family-table: export XLA_FLAGS += $(fast)
 family-table: $(dev) ## test of every family all that docs/models.md has a column for, and write the results there
 	-$(py) -m pytest -q -m "" -k "$(family_tests)" $(both) --junitxml=.cache/families.xml \
-	  tests/test_models_parity.py tests/test_rollout_engine_decode.py tests/test_parallel_mesh.py tests/test_adapters_peft.py
+	  tests/test_models_parity.py tests/test_rollout_engine_programs_decode.py tests/test_parallel_mesh.py tests/test_adapters_peft.py
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: device-table

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
-from ..rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
+from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
 from .command_line import parse
 from .command_line.options import UNPREFIXED
 
@@ -114,12 +114,7 @@ def serve(
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     host: str = "127.0.0.1",
     port: int = 30000,
-    slots: int = 0,
-    context: int = 2048,
-    memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE,
-    draft: int = 1,
-    kv_cache_dtype: Literal["auto", "float8"] = "auto",
+    engine: Annotated[EngineOptions, UNPREFIXED] = DEFAULTS,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
@@ -132,16 +127,6 @@ def serve(
       path: Hugging Face directory with weights and tokenizer, or a model on the hub.
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
-      slots: maximum number of sequences that a replica generates concurrently (SGLang's max-running-requests); further
-        requests wait. 0 = 16 on a CPU; on accelerators as many as have 131,072 tokens together, from 16 to 128.
-      context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
-        that is lower.
-      memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
-        beside weights. With less, requests wait; no sample changes.
-      mesh: how the first devices of this machine are used, or all devices of several processes (docs/serve.md).
-      draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
-        are accepted where they equal what is sampled (docs/serve.md); 1 = off.
-      kv_cache_dtype: dtype of keys and values: auto = that of the weights; float8 takes half of bfloat16's memory.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
@@ -160,15 +145,9 @@ def serve(
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
     if bench:
-        server.benchmark(
-            path, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, kv_cache_dtype=kv_cache_dtype,
-            dtype=dtype,
-        )  # fmt: skip
+        server.benchmark(path, engine, dtype=dtype)
         return 0
-    server.serve(
-        path, host=host, port=port, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
-        kv_cache_dtype=kv_cache_dtype, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning,
-    )  # fmt: skip
+    server.serve(path, engine, host=host, port=port, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning)
     return 0
 
 

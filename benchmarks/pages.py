@@ -49,7 +49,7 @@ def main(argv=None) -> int:
     asked = [ask(i, draw(64), n) for i, n in enumerate(lengths)]
     whole = None
     for share in (1.0, 0.4):
-        memory = None if whole is None else share * whole
+        memory = share * whole / 1e9 if whole else 0
         with Engine(config, params, slots=options.slots, context=options.context, memory=memory) as engine:
             whole = whole or sum(x.nbytes for x in jax.tree.leaves(engine._slots.device.held))
             cpu, wall = seconds(engine, asked)

@@ -109,6 +109,7 @@ def main() -> None:
     from areax.adapters import hf
     from areax.adapters.runtime import malloc
     from areax.rollout.engine import in_process
+    from areax.rollout.servers.engine_options import EngineOptions
     from areax.rollout.weights import store
 
     malloc.keep_memory()  # as the server and the recipes do
@@ -121,8 +122,8 @@ def main() -> None:
             for v in range(2):
                 hf.write_published(root, v, config, jax.tree.map(lambda x, v=v: x * (1 + v), params))
             del params
-            spans = watched()
-            with in_process.serving(str(folder), slots=given.slots, context=2048, dtype="float32") as (url, _):
+            spans, options = watched(), EngineOptions(slots=given.slots, context=2048)
+            with in_process.serving(str(folder), options, dtype="float32") as (url, _):
                 found = asyncio.run(measure(url, root, spans, given))
         finally:
             shutil.rmtree(root)

@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 COLUMNS = {  # a file of tests, and those that count
     "exact": ("test_models_parity", ("test_logits", "test_gradients", "test_packed_rows")),
     "engine": (
-        "test_rollout_engine_decode",
+        "test_rollout_engine_programs_decode",
         ("test_greedy_tokens_are_those_of_transformers", "test_logprobs_equal_those_of_a_teacher_forced_forward_pass"),
     ),
     "meshes": ("test_parallel_mesh", ("test_a_step_equals_one_device",)),

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-EMBEDDED = "import json, sys; from areax.rollout.engine import server; server.serve(**json.loads(sys.argv[1]))"
+EMBEDDED = """
+import json, sys
+from areax.rollout.engine import server
+from areax.rollout.servers.engine_options import EngineOptions
+path, of_engine, others = json.loads(sys.argv[1])
+server.serve(path, EngineOptions(**of_engine), **others)
+"""
 
 
 class Remote:
@@ -104,10 +110,10 @@ class Later:
 
 @contextlib.contextmanager
 def embedded(path, *, environment=None, **options):
-    """Runs `server.serve(path, **options)` in its own process, on a free port."""
-    options = {"path": str(path), "port": 0, **options}
+    """Runs `server.serve` in its own process, on a free port; `options` are the engine's and others of it."""
+    of_engine = {name: options.pop(name) for name in ("slots", "context") if name in options}
     process = subprocess.Popen(
-        [sys.executable, "-c", EMBEDDED, json.dumps(options)],
+        [sys.executable, "-c", EMBEDDED, json.dumps([str(path), of_engine, {"port": 0, **options}])],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **(environment or {})},

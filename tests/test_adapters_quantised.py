@@ -20,7 +20,8 @@ from areax.adapters.commands import check, convert
 from areax.adapters.torch import from_state_dict
 from areax.models import config_json
 from areax.parallel import mesh
-from areax.rollout.engine import sglang_api, staging
+from areax.rollout.engine import checkpoint
+from areax.rollout.engine.programs import staging
 from areax.rollout.engine.slots import mesh_of
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -157,7 +158,7 @@ def traced(run):
 def test_the_engine_gets_the_numbers(pairs, family):
     staged, sums = [], []
     for path in pairs[family]:
-        config, params, checksums = sglang_api.read_weights(str(path), "float32")
+        config, params, checksums = checkpoint.read_weights(str(path), "float32")
         staged.append(staging.stage(params, models.table(config), mesh_of()))
         sums.append(checksums)
     assert equal(*staged) and sums[0] == sums[1] and len(sums[0]) > 10

@@ -21,7 +21,8 @@ from areax.core import param
 from areax.core.parts import Part, split
 from areax.models import lora
 from areax.parallel import mesh, rules
-from areax.rollout.engine import slots, staging
+from areax.rollout.engine import slots
+from areax.rollout.engine.programs import staging
 
 BF16 = ml_dtypes.bfloat16
 FORMS = {  # the tensor's shape, its parts

@@ -19,12 +19,25 @@ BASE = {"rollout." + name for name in ("types", "errors", "events", "object_path
 SERVERS = BASE | {"rollout.servers"}
 CHAT = BASE | {"rollout.sandbox", "rollout.rewards", "rollout.chat"}
 FLEET = SERVERS | {"rollout.weights", "rollout.fleet"}
+MODELS = {"models", "core", "parallel"}
+ENGINE = MODELS | {
+    "rollout.types",
+    "rollout.servers.engine_mesh",
+    "rollout.servers.engine_options",
+    "rollout.servers.labels",
+    "rollout.servers.prefix_routing",
+    "rollout.processes",
+    "rollout.chat",
+    "adapters.hf",
+    "adapters.peft",
+    "adapters.tokenizer",
+}
 WORKFLOWS = CHAT | FLEET | {"rollout.gateway", "rollout.workflows"}
 ANYTHING = set(TOP)
 MAY_IMPORT = {
     "core": {"core"},
     "parallel": {"parallel", "core"},
-    "models": {"models", "core", "parallel"},
+    "models": MODELS,
     "rollout": BASE,
     "rollout/types.py": set(),
     "rollout/errors.py": set(),
@@ -40,20 +53,9 @@ MAY_IMPORT = {
     "rollout/client.py": FLEET,
     "rollout/workflows": WORKFLOWS,
     "rollout/simulation": FLEET | {"rollout.client", "rollout.loop", "rollout.scheduling"},
-    "rollout/engine": {
-        "rollout.types",
-        "rollout.servers.engine_mesh",
-        "rollout.servers.labels",
-        "rollout.servers.prefix_routing",
-        "rollout.processes",
-        "rollout.chat",
-        "core",
-        "parallel",
-        "models",
-        "adapters.hf",
-        "adapters.peft",
-        "adapters.tokenizer",
-    },
+    "rollout/engine": ENGINE,
+    "rollout/engine/programs": MODELS | {"adapters.hf", "rollout.engine.grammar", "rollout.engine.request"},
+    "rollout/engine/routes": ENGINE | {"rollout.engine"},
     "adapters": {
         "adapters",
         "core",
@@ -62,6 +64,7 @@ MAY_IMPORT = {
         "rollout.types",
         "rollout.chat.template",
         "rollout.servers.engine_mesh",
+        "rollout.servers.engine_options",
         "rollout.servers.labels",
         "rollout.processes",
     },
@@ -260,6 +263,8 @@ def test_the_root_package_imports_nothing():
         ("rollout/x.py", "from ..core import packing"),
         ("rollout/engine/x.py", "from ...adapters.data import datasets"),
         ("rollout/engine/x.py", "from .. import client"),
+        ("rollout/engine/programs/x.py", "from ..engine import Engine"),
+        ("rollout/engine/programs/x.py", "from ..routes import service"),
         ("recipes/x.py", "from ..core import losses"),
         ("recipes/x.py", "import transformers"),
     ],
@@ -279,7 +284,8 @@ def test_a_violation_is_found(name, source):
         ("adapters/cli.py", "from ..rollout import client\nfrom ..rollout.engine import server"),
         ("rollout/x.py", "import aiohttp\nfrom . import types\nfrom .types import Sample"),
         ("rollout/fleet/x.py", "from ..weights import load\nfrom ..servers.types import State\nfrom . import push"),
-        ("rollout/engine/x.py", "import jax\nfrom ..types import Sample\nfrom . import decode"),
+        ("rollout/engine/x.py", "import jax\nfrom ..types import Sample\nfrom .programs import decode"),
+        ("rollout/engine/routes/x.py", "from ..engine import Engine\nfrom ...chat import fields"),
         ("rollout/engine/x.py", "from ...adapters.hf import load\nfrom ...models import linear"),
         (
             "recipes/x.py",

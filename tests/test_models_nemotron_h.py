@@ -13,8 +13,8 @@ from areax import models
 from areax.adapters import hf, safetensors
 from areax.models import nemotron_h, paging
 from areax.models.layers import recurrence
-from areax.rollout.engine import pool
 from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.programs import pool
 from areax.rollout.engine.request import Request, Sampling
 
 KINDS = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]

@@ -15,7 +15,7 @@ from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
 from areax.parallel.planner import generation, memory
 from areax.parallel.planner.job import Job
-from areax.rollout.engine import pool, staging
+from areax.rollout.engine.programs import pool, staging
 from areax.rollout.engine.slots import mesh_of
 
 UNLIKE = "deepseek_v3", "gemma4_text", "qwen3_5_text"  # families that differ most; `make test-wide` has the others

@@ -846,7 +846,7 @@ def test_addresses_with_passwords_are_refused_before_anything_is_written(place, 
     "changes, words",
     [
         ({"colocated": True, "eta": 1}, "--colocated .* needs --eta 0, got 1"),
-        ({"serve": INSIDE}, "got --serve.inside True, .* beside --servers; leave out one"),
+        ({"serve": INSIDE}, "got .*--serve.inside True beside --servers; leave out one"),
         ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
     ],
 )

@@ -437,7 +437,7 @@ def test_bad_requests_are_refused_in_one_line(request_, words):
 
 def test_impossible_engine_calls_are_refused(engine):
     with pytest.raises(ValueError, match="slots must be at least 1"):
-        Engine(CONFIG, OLD, slots=0)
+        Engine(CONFIG, OLD, slots=-1)
     with pytest.raises(
         ValueError, match=r"and 16 tokens of each of 100000000000 slots, .*e\+\d\d GB, got .* GB of memory; lower"
     ):

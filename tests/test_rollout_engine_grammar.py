@@ -13,7 +13,7 @@ import pytest
 import tiny
 import tiny_families
 import wordpieces
-from test_rollout_engine_penalties import retracted_twice
+from test_rollout_engine_programs_penalties import retracted_twice
 
 from areax import models
 from areax.adapters import tokenizer

@@ -15,10 +15,11 @@ from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.fleet import offload
 from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.engine_options import EngineOptions
 from areax.rollout.servers.labels import label_of, read_label
 from areax.rollout.servers.types import Published
 
-SERVE = dict(slots=2, context=64, dtype="float32")
+OPTIONS, DTYPE = EngineOptions(slots=2, context=64), "float32"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,10 @@ def test_weights_handed_over_as_arrays_equal_those_from_files(place):
             assert versions[2][3] == {name: entry["xxh3_128"] for name, entry in entries.items()}
             assert versions[0][1:] != versions[1][1:]
 
-    with in_process.serving(str(root / "model"), lambda: ("0-begun", handed(place, 2)[1]), **SERVE) as (url, handover):
+    with in_process.serving(str(root / "model"), OPTIONS, lambda: ("0-begun", handed(place, 2)[1]), dtype=DTYPE) as (
+        url,
+        handover,
+    ):
         asyncio.run(main(url, handover))
 
 
@@ -99,7 +103,7 @@ def test_the_key_of_servers_guards_it_too(place, monkeypatch):
             async with client.connect([url], key_variable=""):
                 pass
 
-    with in_process.serving(str(place[0] / "model"), **SERVE) as (url, _):
+    with in_process.serving(str(place[0] / "model"), OPTIONS, dtype=DTYPE) as (url, _):
         asyncio.run(main(url))
 
 
@@ -134,7 +138,7 @@ def test_a_server_that_has_to_reload_gets_the_weights_of_the_last_push(place, re
                 handover.stage("3-00000000", strange)
             assert set((await seen(fleet))[0]) == {2}
 
-    with in_process.serving(str(root / "model"), **SERVE) as (url, handover):
+    with in_process.serving(str(root / "model"), OPTIONS, dtype=DTYPE) as (url, handover):
         asyncio.run(main(url, handover))
 
 

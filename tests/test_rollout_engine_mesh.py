@@ -8,17 +8,17 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_rollout_engine_decode import CASES, TINY
-from test_rollout_engine_drafts import check_bits
 from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
+from test_rollout_engine_programs_decode import CASES, TINY
+from test_rollout_engine_programs_drafts import check_bits
 
 from areax import models
 from areax.models import paging
 from areax.parallel import mesh
 from areax.parallel.planner import generation
 from areax.parallel.planner.job import Job
-from areax.rollout.engine import attention, decode, prefill
 from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.programs import attention, decode, prefill
 from areax.rollout.engine.request import Sampling
 from areax.rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 
@@ -43,12 +43,12 @@ def model(case):
 def engine_of(case, mesh=ONE_DEVICE, share=None, draft=1):
     """An engine whose pages are this share of what its slots may need."""
     config, params = model(case)
-    memory = None
+    memory = 0.0
     if share:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, mesh.tp)
         counts = paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], SLOTS)
-        memory = fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)
+        memory = (fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)) / 1e9
     return Engine(
         config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=mesh, memory=memory, draft=draft
     )

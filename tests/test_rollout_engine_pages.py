@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rollout_engine_decode import TINY, model
+from test_rollout_engine_programs_decode import TINY, model
 
 from areax.models import paging
-from areax.rollout.engine import budget, decode, metrics_api, prefixes
+from areax.rollout.engine import budget, prefixes
 from areax.rollout.engine import engine as engines
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.pages import Pages
+from areax.rollout.engine.programs import decode
 from areax.rollout.engine.request import Request, Sampling
+from areax.rollout.engine.routes import metrics
 
 CONTEXT, PAGE = 160, 16
 # Plain, windows, experts (whose choice is recorded), latent vectors, delta nets, and Mamba with experts.
@@ -27,12 +29,13 @@ CASES = ["qwen3", "qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "n
 def engine_of(case, share=None, slots=4, draft=1, kept="auto"):
     """An engine whose caches, of keys and values in the dtype `kept`, have this share of what its slots may need."""
     config, params = model(case)
+    memory = 0.0
     if share is not None:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, paging.kv_dtype("float32", kept).itemsize)
         counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
-        share = fixed + share * (paging.size_of(kinds, counts, slots) - fixed)
-    sizes = {"slots": slots, "context": CONTEXT, "page": PAGE, "memory": share, "steps": 4, "draft": draft}
+        memory = (fixed + share * (paging.size_of(kinds, counts, slots) - fixed)) / 1e9
+    sizes = {"slots": slots, "context": CONTEXT, "page": PAGE, "memory": memory, "steps": 4, "draft": draft}
     return Engine(config, params, **sizes, kv_cache_dtype=kept)
 
 
@@ -376,7 +379,7 @@ def test_metrics_count_shared_pages_once():
             engine.submit(Request(str(i), prompt, Sampling(max_new_tokens=9)), lambda progress: None)
         engine._admit()
         engine._compute_prompts()
-        made = metrics_api.Metrics(SimpleNamespace(engine=engine, tokenizer_path="x")).collect()
+        made = metrics.Metrics(SimpleNamespace(engine=engine, tokenizer_path="x")).collect()
         now = {family.name: family.samples[0].value for family in made}
         assert engine.stats()["running"] == 4 and now["sglang:num_used_tokens"] == 6 * 16 + 4 * 16
         assert now["sglang:token_usage"] == 160 / engine.stats()["capacity"]

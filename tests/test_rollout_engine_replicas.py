@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_rollout_engine_decode import model
 from test_rollout_engine_mesh import model as even_model
 from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
+from test_rollout_engine_programs_decode import model
 
 from areax.adapters import cli
 from areax.models import lora, table
@@ -67,7 +67,7 @@ def started(act, *arguments):
 def paused(both, mode, told):
     """Pauses while `told` holds what has begun to run."""
     pause = started(both.pause, mode)
-    await_(lambda: all(engine._acts or engine.paused for engine in both._engines))
+    await_(lambda: all(engine._commands.soon or engine.paused for engine in both._engines))
     told.go.set()
     pause.join(60)
     assert both.paused

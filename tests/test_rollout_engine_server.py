@@ -25,6 +25,7 @@ from areax.models import forward
 from areax.rollout.chat import parsers
 from areax.rollout.chat.api import chat, completions
 from areax.rollout.engine import server as module
+from areax.rollout.engine.checkpoint import read_weights
 from areax.rollout.processes import http_process
 from areax.rollout.servers.labels import label_of
 
@@ -444,8 +445,8 @@ def test_checksums_equal_those_of_the_manifest(server, models):
 def test_without_a_manifest_checksums_are_computed(models, tmp_path):
     shutil.copytree(models / "b", tmp_path / "b")
     (tmp_path / "b" / "manifest.json").unlink()
-    _, _, computed = module.read_weights(tmp_path / "b", "float32")
-    assert computed == module.read_weights(models / "b", "float32")[2]
+    _, _, computed = read_weights(tmp_path / "b", "float32")
+    assert computed == read_weights(models / "b", "float32")[2]
 
 
 def test_an_update_during_an_in_place_pause(server, models):

@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_rollout_engine_decode import CASES, TINY
+from test_rollout_engine_programs_decode import CASES, TINY
 
 from areax import models
 from areax.adapters import hf
 from areax.models import lora
 from areax.parallel import mesh, rules
 from areax.recipes.shared import publishing
-from areax.rollout.engine import staging
+from areax.rollout.engine.programs import staging
 from areax.rollout.servers.labels import read_label
 
 FSDP2_TP2, FSDP4_TP2, FSDP2_EP2 = mesh.Layout(fsdp=2, tp=2), mesh.Layout(fsdp=4, tp=2), mesh.Layout(fsdp=2, ep=2)

@@ -16,7 +16,7 @@ OF_THE_RUN = {"inside", "count", "restarts"}  # not of a server
 
 def test_a_server_gets_every_option(tmp_path, monkeypatch):
     folder, given = tiny.model(tmp_path / "model"), {}
-    monkeypatch.setattr(server, "serve", lambda path, **options: given.update(options))
+    monkeypatch.setattr(server, "serve", lambda path, engine, **others: given.update(vars(engine), **others))
     mesh = EngineMesh(dp=2, ep=3, tp=4)
     options = local.Serve(slots=5, context=66, memory=7.5, mesh=mesh, draft=8, dtype="float16")
     for asked in (options, local.Serve(context=64)):

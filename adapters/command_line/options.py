@@ -20,13 +20,12 @@ JSON = tyro.conf.arg(metavar="JSON")
 """Marks a text option that holds a JSON object (`json_object`); a file of options may also have a mapping there."""
 
 
-def groups(config: type) -> dict[str, type]:
-    """{field: dataclass} of the groups of a Config, in order."""
-    hints = get_type_hints(config, include_extras=True)
+def groups(config: Any) -> dict[str, type]:
+    """{field: dataclass} of the groups of a Config, in order; of a command, of those of its parameters."""
     return {
-        field.name: get_args(hints[field.name])[0]
-        for field in dataclasses.fields(config)
-        if UNPREFIXED in getattr(hints[field.name], "__metadata__", ())
+        name: get_args(hint)[0]
+        for name, hint in get_type_hints(config, include_extras=True).items()
+        if UNPREFIXED in getattr(hint, "__metadata__", ())
     }
 
 

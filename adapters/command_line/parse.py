@@ -109,7 +109,7 @@ def _with_options(sentence: str, config: Any) -> str:
     "training.optim: Optimizer: lr must be ..." becomes "--optim.lr must be ...".
     """
     path, colon, words = sentence.partition(": ")
-    kinds: tuple[type, ...] = options.dataclasses_of(config)
+    kinds: tuple = options.dataclasses_of(config) or (config,)  # a command has parameters instead of fields
     prefix = ""
     for part in path.split("."):
         fields = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}

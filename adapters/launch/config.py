@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
 import shlex
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ...parallel.multihost import processes
 from ...rollout.processes import memory
-from ...rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
+from ...rollout.servers.engine_options import EngineOptions
 from .host import PYTHON
 
 MOST = 10_000  # processes or servers: more than the largest clusters run, and two ports each are left for the servers
@@ -24,32 +23,21 @@ SHARED = "/shared"  # where pods and nodes see a shared folder
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(EngineOptions):
     """Options of a generation server.
 
     Attributes:
       devices: devices of each server that `command` starts.
       mesh: devices of each `areax serve`, and how it uses them (docs/serve.md).
-      slots: maximum number of sequences that a server, or each of its replicas (`mesh.dp`), generates concurrently;
-        0 = as `areax serve` chooses.
       context: maximum sequence length, prompt plus completion; the model's limit if that is lower. 0 = the command's
         `--length`, if it has one.
-      memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
-        beside weights. With less, requests wait; no sample changes.
-      draft: speculative decoding: tokens of a sequence that a step computes, as in `areax serve`; 1 = off.
-      kv_cache_dtype: dtype of keys and values, as in `areax serve`.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
         "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
     """
 
     devices: int = 1
-    mesh: EngineMesh = ONE_DEVICE
-    slots: int = 0
     context: int = 0
-    memory: float = 0
-    draft: int = 1
-    kv_cache_dtype: Literal["auto", "float8"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     command: str = ""
 
@@ -177,10 +165,6 @@ class Config:
             ("devices", self.devices, 1, MOST_DEVICES),
             ("servers", self.servers, 0, MOST),
             (self.server_option, self.server_devices, 1, MOST_DEVICES),
-            ("server.slots", self.server.slots, 0, math.inf),
-            ("server.context", self.server.context, 0, math.inf),
-            ("server.memory", self.server.memory, 0, math.inf),
-            ("server.draft", self.server.draft, 1, math.inf),
             ("cpus", self.cpus, 1, MOST_CPUS),
             ("kubernetes.restarts", self.kubernetes.restarts, 0, MOST),
             ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0, MOST_DEVICES),
@@ -280,16 +264,11 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
         fill = lambda word: re.sub(r"\{(model|host|port)\}", lambda found: filled[found[0]], word)
         return [fill(word) for word in shlex.split(server.command)]
     context = str(server.context or option(command, "--length") or "")
-    several = server.mesh.devices > 1
     return [
         "env", "AREAX_PROCESSES=1",  # by itself, also as one of several tasks of a scheduler's step
-        *([f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if several else []),
+        *([f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if server.mesh.devices > 1 else []),
         PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port),
-        *(["--slots", str(server.slots)] if server.slots else []),
-        *(["--context", context] if context else []), "--dtype", server.dtype, *(server.mesh.words if several else []),
-        *(["--memory", str(server.memory)] if server.memory else []),
-        *(["--draft", str(server.draft)] if server.draft > 1 else []),
-        *(["--kv-cache-dtype", server.kv_cache_dtype] if server.kv_cache_dtype != "auto" else []),
+        *(["--context", context] if context else []), "--dtype", server.dtype, *replace(server, context=0).words,
     ]  # fmt: skip
 
 

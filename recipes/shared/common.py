@@ -299,10 +299,7 @@ async def fleet(
         if urls:
             reached = connect(urls, stagers=stagers, handover=handover)
         elif serve.inside:
-            one = in_process.serving(
-                os.fspath(path), first, slots=serve.slots, context=serve.context, memory=serve.memory,
-                mesh=serve.mesh, draft=serve.draft, kv_cache_dtype=serve.kv_cache_dtype, dtype=serve.dtype,
-            )  # fmt: skip
+            one = in_process.serving(os.fspath(path), serve.engine, first, dtype=serve.dtype)
             url, own = stack.enter_context(one)
             handover, prepare = own, own.stage
             reached = connect([url], handover=handover)

@@ -282,8 +282,6 @@ def serving_conflicts(servers: Sequence[str], serve: local.Serve) -> Iterator[st
     for url in servers:
         if not _is_address(url):
             yield f"--servers must be addresses such as http://127.0.0.1:30000, got {url!r}"
-    if serve.slots < 0:
-        yield f"--serve.slots must be at least 1, or 0 = by device, got {serve.slots}"
     if serve.context < 2 and serve.context:
         yield f"--serve.context must be at least 2, or 0 = as long as needed, got {serve.context}"
     if serve.dtype not in DTYPES:

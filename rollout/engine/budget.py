@@ -1,4 +1,4 @@
-"""The memory of a device that an engine's caches may have."""
+"""How many pages an engine has on its devices."""
 
 import contextlib
 import functools
@@ -10,47 +10,43 @@ import numpy as np
 from ... import models
 from ...core import param
 from ...models import paging
+from ...models.paging import Kind
 from ...parallel import rules
 from ...parallel.multihost import processes
 from ..processes import memory
+from .options import Options
 
 USABLE = 0.9  # of a device's memory that weights leave
 MB = 1 << 20
 
 
-def for_caches(
-    config, params, kv_dtype: np.dtype, slots: int, context: int, page: int, steps: int, draft: int,
-    on: jax.sharding.Mesh,
-) -> float | None:  # fmt: skip
-    """The bytes that there are for caches on each device; None = as much as all slots may need.
+def pages(config, params, options: Options, on: jax.sharding.Mesh) -> tuple[list[Kind], list[int]]:
+    """The kinds of a model's pages, and the number of each on each device.
 
-    Leaves room for the next version of the weights beside those in use, unless no sequence would fit then. Processes of
-    a job agree on the least.
-
-    Args:
-      kv_dtype: of keys and values.
+    There are as many as all slots may need, or as fit into `options.memory`, or into what weights leave of a device:
+    with room for the next version of them beside those in use, unless no sequence would fit then. Processes of a job
+    agree on the least.
 
     Raises:
-      ValueError: the device has not enough for one sequence.
+      ValueError: the memory does not suffice for one sequence.
     """
-    table, dtype = models.table(config), np.dtype(params["embed"].dtype)
-    kinds = paging.kinds(config.records, context, page, kv_dtype.itemsize, on.shape.get("tp", 1))
+    table, dtype, slots = models.table(config), np.dtype(params["embed"].dtype), options.slots
+    itemsize = paging.kv_dtype(dtype, options.kv_cache_dtype).itemsize
+    kinds = paging.kinds(config.records, options.context, options.page, itemsize, on.shape.get("tp", 1))
+    ahead = options.steps * options.draft
+    counts = functools.partial(paging.counts, kinds, slots, options.context, options.page, ahead)
+    if options.memory:
+        return kinds, counts(round(options.memory * 1e9))  # so that bytes / 1e9 are again these bytes
     own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
     split = rules.of_params(table, on, rules.GENERATING)
     weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
-    states = slots * draft * sum(kind.bytes for kind in kinds if kind.states) if draft > 1 else 0  # after each draft
+    drafted = slots * options.draft if options.draft > 1 else 0
+    states = drafted * sum(kind.bytes for kind in kinds if kind.states)  # after each draft
     device = memory.of_devices([on.local_devices[0]])
     if on.is_multi_process and device < math.inf:
         device = MB * processes.least(int(device // MB))
-    counts = functools.partial(paging.counts, kinds, slots, context, page, steps * draft)
 
-    def beside(versions: int) -> float | None:
-        there = USABLE * (device - versions * weights - states)
-        if paging.size_of(kinds, counts(None), slots) <= there:
-            return None
-        counts(there)
-        return there
-
+    beside = lambda versions: counts(USABLE * (device - versions * weights - states))
     with contextlib.suppress(ValueError):
-        return beside(2)
-    return beside(1)
+        return kinds, beside(2)
+    return kinds, beside(1)

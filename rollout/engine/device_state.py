@@ -21,10 +21,12 @@ from ...models.paging import Kind
 from ...parallel import transfer, turns
 from ...parallel.multihost import lockstep, processes
 from ...parallel.multihost.channel import Share
-from . import decode as decoding
-from . import drafts, grammar, penalties, pool, staging
-from . import prefill as prompts
+from . import grammar
 from .adapters import Adapters, Factors
+from .options import Options
+from .programs import decode as decoding
+from .programs import drafts, penalties, pool, staging
+from .programs import prefill as prompts
 
 OPERATIONS = (
     "swap", "drop_staged", "release", "empty", "wipe", "decode", "prefill", "scores", "copy", "save", "restore",
@@ -48,15 +50,14 @@ class DeviceState:
     """
 
     def __init__(
-        self, config, dtype, mesh: jax.sharding.Mesh, kinds: Sequence[Kind], counts: Sequence[int], *, slots: int,
-        context: int, page: int, steps: int, width: int,
-    ):  # fmt: skip
+        self, config, dtype, mesh: jax.sharding.Mesh, kinds: Sequence[Kind], counts: Sequence[int], options: Options
+    ):
         self.mesh, self.several = mesh, mesh.is_multi_process
         self._config, self._dtype = config, dtype
-        self._size = kinds, counts, slots, page
+        self._size = kinds, counts, options.slots, options.page
         self.of_layer = paging.of_layers(kinds, config.records)
         self._states = frozenset(i for kind in kinds if kind.states for i in kind.layers)
-        self._fused = {"steps": steps, "width": width}
+        self._fused = {"steps": options.steps, "width": options.draft}
         self.operations: dict[str, Callable] = {
             name: functools.partial(self._on_mesh, getattr(self, name)) for name in OPERATIONS
         }
@@ -68,9 +69,9 @@ class DeviceState:
         self._hidden_RTD: Any = None  # of the last chunks of prompts, for `scores`
         self._saved: dict[int, list] = {}
         with jax.set_mesh(mesh):
-            self.tables = penalties.empty(slots, config.vocab)
-            self.no_mask_SM = grammar.empty(slots, config.vocab)
-            self.histories: Any = drafts.empty(slots, context) if width > 1 else None
+            self.tables = penalties.empty(options.slots, config.vocab)
+            self.no_mask_SM = grammar.empty(options.slots, config.vocab)
+            self.histories: Any = drafts.empty(options.slots, options.context) if options.draft > 1 else None
         self._run_here("empty")
 
     # How operations run.

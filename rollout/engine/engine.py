@@ -7,7 +7,6 @@ to free slots, computes some of their prompts, and reports what was generated.
 import atexit
 import collections
 import itertools
-import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +15,13 @@ from typing import Any
 
 import jax
 
-from ...models import paging
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
-from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import budget
 from .adapters import Loaded
+from .commands import Commands
 from .grammar import Grammars, Matcher
 from .live import Live
+from .options import Options
 from .request import Progress, Request, check, check_prompt
 from .slots import Slots, mesh_of
 
@@ -47,6 +45,7 @@ class Engine:
       version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
       released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
+      options: its options, none of them left open but `memory`; also as `slots` and `context`.
       device: what is on the devices, and the operations on it.
       share: tells the other processes which operations to run, if there are others (`hosts`).
     """
@@ -56,69 +55,44 @@ class Engine:
         config,
         params,
         *,
-        slots: int = 16,
-        context: int = 2048,
-        memory: float | None = None,
-        page: int | None = None,
-        mesh: EngineMesh = ONE_DEVICE,
         devices: Sequence[jax.Device] = (),
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
         seed: int = 0,
-        steps: int = paging.STEPS,
-        draft: int = 1,
-        kv_cache_dtype: str = "auto",
+        **options: Any,
     ):
         """
         Args:
           params: the model's parameter tree; copied, so the caller may donate its own.
-          slots: most sequences decoded together.
-          context: most tokens of a sequence, prompt included.
-          memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
-            less, requests wait for memory, and the latest may lose theirs for a time; no sample changes.
-          mesh: how the model is split over devices; its dp must be 1, `replicas.serving` makes more engines.
           devices: as many as the mesh has; none = the first of this process.
-          page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
           seed: from which requests without a seed get theirs.
-          steps: decoding steps per dispatch.
-          draft: tokens of a sequence that a step computes: its last one, and guesses at the next, which are kept as far
-            as they are what is sampled (`drafts`). Samples depend on this width by rounding, not on the guesses.
-          kv_cache_dtype: of keys and values in pages: "auto" = that of the weights; "float8" = e4m3, of scale 1.
+          options: slots, context, memory, ...: the fields of `Options`. The mesh's dp must be 1; `replicas.serving`
+            makes more engines.
 
         Raises:
-          ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
-            that do not match.
+          ValueError: an option out of its range, memory too small for one sequence, or parameters or grammars that do
+            not match.
         """
-        for name, value in {"slots": slots, "context": context, "steps": steps, "draft": draft}.items():
-            if value < 1:
-                raise ValueError(f"Engine: {name} must be at least 1, got {value}")
+        self.options = Options(**options).resolved()
         if grammars is not None and grammars.vocab != config.vocab:
             raise ValueError(
                 f"Engine: grammars must be for the model's {config.vocab} tokens, got {grammars.vocab}; make them with "
                 "Grammars(tokenizer, config.vocab, config.eos)"
             )
-        page = page or paging.default_page(context)
-        if memory is not None and not 0 < memory < math.inf:
-            raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
-        if page < 16 or page & (page - 1):
-            raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        paging.check_draft("Engine: draft", draft, context)
+        mesh = self.options.mesh
         if mesh.dp > 1:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
         mesh.check(config)
-        kv_dtype = paging.kv_dtype(params["embed"].dtype, kv_cache_dtype)
-        if memory is None:
-            memory = budget.for_caches(config, params, kv_dtype, slots, context, page, steps, draft, on)
-        self.config, self.slots, self.context, self.draft = config, slots, context, draft
+        self.config, self.slots, self.context = config, self.options.slots, self.options.context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, kv_dtype, slots, context, steps, page, memory, on, draft)
+        self._slots = Slots(config, params, self.options, on)
         self.device, self.share = self._slots.device, None
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -129,8 +103,7 @@ class Engine:
         self._names: set[str] = set()
         self._adapters: dict[str, Loaded] = {}
         self._leaving: list[tuple[Loaded, Future]] = []  # unloaded, but still used by earlier requests
-        self._acts: collections.deque[tuple[Callable[[], Any], Future]] = collections.deque()
-        self._loads: collections.deque[tuple[Callable[[], None], Future]] = collections.deque()
+        self._commands = Commands(self._wake)
         self._closing = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -397,7 +370,7 @@ class Engine:
         return {
             "slots": self.slots,
             "context": self.context,
-            "draft": self.draft,
+            "draft": self.options.draft,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
             "capacity": self._slots.cache.capacity,
@@ -498,11 +471,10 @@ class Engine:
 
     def _post(self, act: Callable[[], Any], *, when_idle: bool = False) -> Future:
         """Has the engine's thread run `act` between dispatches."""
-        done: Future = Future()
         with self._wake:
             if self._closing:
                 raise RuntimeError("Engine: the engine is closed")
-            (self._loads if when_idle else self._acts).append((act, done))
+            done = self._commands.add(act, when_idle=when_idle)
             self._wake.notify()
         if self._thread is None:
             self._act()
@@ -529,7 +501,7 @@ class Engine:
                     return
             self._act()
             if self.able:
-                if not self._loads:
+                if not self._commands.when_idle:
                     self._admit()
                 if self._slots.seated:
                     self._compute_prompts()
@@ -537,35 +509,20 @@ class Engine:
                     self._dispatch()
 
     def _something_to_do(self) -> bool:
-        if self._closing or self._acts:
+        if self._closing or self._commands.soon:
             return True
         if not self.able:
-            return bool(self._loads)
-        return bool(self._slots.seated or self._queue or self._loads)
+            return bool(self._commands.when_idle)
+        return bool(self._slots.seated or self._queue or self._commands.when_idle)
 
     def _act(self) -> None:
         """Executes the queued commands; loads wait until nothing is running, unless paused."""
-        while True:
-            with self._wake:
-                if self._acts:
-                    act, done = self._acts.popleft()
-                elif self._loads and (self.paused or not self._slots.seated):
-                    act, done = self._loads.popleft()
-                else:
-                    return
-            try:
-                done.set_result(act())
-            except (ValueError, RuntimeError) as error:
-                done.set_exception(error)
+        self._commands.run(lambda: self.paused or not self._slots.seated)
 
     def _end(self) -> None:
         with self._wake:
             self._closing = self._closed = True
-            waiting = [done for _, done in (*self._acts, *self._loads)]
-            self._acts.clear()
-            self._loads.clear()
-        for done in waiting:
-            done.set_exception(RuntimeError("Engine: the engine is closed"))
+        self._commands.refuse()
         self._abort(lambda live: True)  # which also completes pending unloads of adapters
 
     def _abort(self, which: Callable[[Live], bool]) -> None:
@@ -632,7 +589,7 @@ class Engine:
     def _dispatch(self) -> None:
         # While requests wait for slots, return as soon as half of those that run are free.
         running = len(self._slots.running)
-        crowded = self._queue and not self._loads and not self._slots.free
+        crowded = self._queue and not self._commands.when_idle and not self._slots.free
         made = self._slots.step(self.slots - running + max(1, running // 2) if crowded else self.slots + 1)
         self._requeue_preempted()
         for each in made:
@@ -640,38 +597,13 @@ class Engine:
 
     def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
         """Adds the output of a dispatch for one request, up to its end, and reports it."""
-        sampling, progress, text = live.request.sampling, live.progress, live.text
-        start, finish = len(progress.tokens), None
-        if tokens[-1] in live.stops:
-            finish = {"type": "stop", "matched": tokens[-1]}
-        elif start + len(tokens) == sampling.max_new_tokens:
-            finish = {"type": "length", "length": sampling.max_new_tokens}
-        elif live.matcher and live.matcher.problem:
-            finish = {"type": "abort", "message": live.matcher.problem}
-        if text:
-            shown = tokens[:-1] if finish and finish["type"] == "stop" else tokens
-            hit = text.feed(shown, sampling.stop)
-            if hit:
-                count, matched = hit
-                tokens, logp, top, routed = tokens[:count], logp[:count], top[:count], routed[:count]
-                finish = {"type": "stop", "matched": matched}
-            elif finish:
-                text.end()
-            progress.decoded = text.text
-        progress.tokens += tokens
-        progress.logp += logp
-        progress.top += top
-        progress.routed += routed
-        end = start + len(tokens)
-        if progress.versions and progress.versions[-1][0] == self.version:
-            progress.versions[-1] = (self.version, progress.versions[-1][1], end)
-        else:
-            progress.versions.append((self.version, start, end))
-        self._counts["tokens"] += len(tokens)
+        before = len(live.progress.tokens)
+        finish = live.add(tokens, logp, top, routed, self.version)
+        self._counts["tokens"] += len(live.progress.tokens) - before
         if finish:
             self._finish(live, finish)
         else:
-            live.tell(snapshot(progress))
+            live.tell(live.progress.snapshot())
 
 
 def collect(enqueue: Callable[[Sequence[Pair]], None], requests: Sequence[Request]) -> list[Progress]:
@@ -690,11 +622,3 @@ def _releasable(what: Iterable[str]) -> frozenset[str]:
     if not tags <= frozenset(RELEASABLE):
         raise ValueError(f"tags: must be of {', '.join(RELEASABLE)}, got {sorted(tags)}")
     return tags
-
-
-def snapshot(p: Progress) -> Progress:
-    """A copy that later progress does not modify."""
-    return Progress(
-        p.rid, p.prompt_tokens, p.tokens[:], p.logp[:], p.versions[:], p.top[:], p.input_logp[:], p.input_top[:],
-        p.routed[:], p.finish, p.decoded, p.cached_tokens, p.retractions,
-    )  # fmt: skip

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from ...parallel.multihost import channel, liveness, processes
 
 if TYPE_CHECKING:
-    from .sglang_api import Service
+    from .routes.service import Service
 
 LINE = 512  # bytes of what a process says about its weights
 

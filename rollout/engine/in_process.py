@@ -18,8 +18,11 @@ import jax
 
 from ...adapters import hf
 from ..processes import http_process, keys
-from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import server as http
+from ..servers.engine_options import EngineOptions
+from . import server
+from .checkpoint import read_weights
+from .routes.app import app
+from .routes.service import Service
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,8 @@ class Ready:
 
 @contextlib.contextmanager
 def serving(
-    path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, kv_cache_dtype: str = "auto", dtype: str,
-) -> Iterator[tuple[str, Inside]]:  # fmt: skip
+    path: str, options: EngineOptions, first: Callable[[], tuple[str, Weights]] | None = None, *, dtype: str
+) -> Iterator[tuple[str, Inside]]:
     """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 
     Yields its URL, and the `Inside` that gives it weights as arrays.
@@ -63,23 +65,19 @@ def serving(
     Args:
       first: returns the initial label and weights, to which no reference is kept; None = those in the folder, as
         "default". The tokenizer is the folder's.
-      slots, context, memory, mesh, draft, kv_cache_dtype, dtype: as `server.serve`.
+      dtype: as `server.serve`.
 
     Raises:
       ValueError: the folder cannot be loaded.
       RuntimeError: the server ended before it was ready.
     """
-    dtype = http.known_dtype(dtype)
+    dtype = server.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
-        label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
-        service = http.prepare(
-            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
-            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version=label,
-        )  # fmt: skip
+        label, *weights = _given(first, dtype) if first else ("default", *read_weights(path, dtype))
+        service = server.prepare(path, options, *weights, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
-        app = http.app(service, keys.read(keys.SERVER))
-        uvicorn = http_process.server(app, **http.OPTIONS)
+        uvicorn = http_process.server(app(service, keys.read(keys.SERVER)), **server.OPTIONS)
         serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
         thread = threading.Thread(target=serve, name="areax-http", daemon=True)
         thread.start()
@@ -104,7 +102,7 @@ class Inside:
     """Gives the engine of this process the weights of a version: the `handover` of a `servers.server.Server`, which
     replaces the old ones; `stage` is its `prepare`."""
 
-    def __init__(self, service: http.Service):
+    def __init__(self, service: Service):
         self._service = service
 
     def stage(self, label: str, new: Weights) -> Ready:

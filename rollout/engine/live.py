@@ -85,3 +85,38 @@ class Live:
     def routed(self) -> bool:
         """Whether experts of its prompt are needed."""
         return self.request.routed_experts and len(self.progress.routed) < self.length
+
+    def add(self, tokens: list[int], logp: list[float], top: list, routed: list, version: str) -> dict | None:
+        """Adds the output of a dispatch, up to the request's end; returns why it has finished, if it has.
+
+        Args:
+          version: of the weights that sampled the tokens.
+        """
+        sampling, progress, text = self.request.sampling, self.progress, self.text
+        start, finish = len(progress.tokens), None
+        if tokens[-1] in self.stops:
+            finish = {"type": "stop", "matched": tokens[-1]}
+        elif start + len(tokens) == sampling.max_new_tokens:
+            finish = {"type": "length", "length": sampling.max_new_tokens}
+        elif self.matcher and self.matcher.problem:
+            finish = {"type": "abort", "message": self.matcher.problem}
+        if text:
+            shown = tokens[:-1] if finish and finish["type"] == "stop" else tokens
+            hit = text.feed(shown, sampling.stop)
+            if hit:
+                count, matched = hit
+                tokens, logp, top, routed = tokens[:count], logp[:count], top[:count], routed[:count]
+                finish = {"type": "stop", "matched": matched}
+            elif finish:
+                text.end()
+            progress.decoded = text.text
+        progress.tokens += tokens
+        progress.logp += logp
+        progress.top += top
+        progress.routed += routed
+        end = start + len(tokens)
+        if progress.versions and progress.versions[-1][0] == version:
+            progress.versions[-1] = (version, progress.versions[-1][1], end)
+        else:
+            progress.versions.append((version, start, end))
+        return finish

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import prefill as programs
 from . import prefixes as hashing
 from .cache import Cache
 from .device_state import DeviceState
 from .live import Live
 from .prefixes import Prefix
+from .programs import prefill as programs
 from .request import TOP
 
 

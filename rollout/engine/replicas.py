@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ...models import paging
 from ...models.lora import Lora
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from ..servers.prefix_routing import Cached, chain, choose
@@ -25,8 +24,8 @@ from .slots import devices_of
 SUMMED = ("slots", "running", "queued", "capacity", "used", "bytes", *COUNTED, *COMPUTED)
 
 
-def serving(config, params, *, mesh: EngineMesh = ONE_DEVICE, **options) -> Engine | Replicas:
-    """The engine that a mesh asks for; options as for `Engine`."""
+def serving(config, params, *, mesh: EngineMesh = ONE_DEVICE, **options: Any) -> Engine | Replicas:
+    """The engine that a mesh asks for; arguments as of `Engine`."""
     if mesh.dp > 1:
         return Replicas(config, params, mesh=mesh, **options)
     return Engine(config, params, mesh=mesh, **options)
@@ -53,34 +52,23 @@ class Replicas:
       slots: of all engines.
     """
 
-    def __init__(
-        self,
-        config,
-        params,
-        *,
-        mesh: EngineMesh,
-        context: int = 2048,
-        page: int | None = None,
-        seed: int = 0,
-        **options,
-    ):
+    def __init__(self, config, params, *, mesh: EngineMesh, seed: int = 0, **options: Any):
         """
         Args:
-          slots, memory: of each engine.
           seed: from which requests without a seed get theirs, in order of submission, as in one engine.
+          options: of each engine.
 
         Raises:
           ValueError: there are not enough devices; or as `Engine`.
         """
-        devices, size, page = devices_of(mesh), mesh.replica.devices, page or paging.default_page(context)
-        options = options | {"mesh": mesh.replica, "context": context, "page": page}
+        devices, size = devices_of(mesh), mesh.replica.devices
         parts = [devices[start : start + size] for start in range(0, mesh.devices, size)]
-        self._engines = [Engine(config, params, devices=part, **options) for part in parts]
+        self._engines = [Engine(config, params, devices=part, mesh=mesh.replica, **options) for part in parts]
         first = self._engines[0]
-        self.config, self.context, self.grammars = config, context, first.grammars
+        self.config, self.context, self.grammars = config, first.context, first.grammars
         self.slots = mesh.dp * first.slots
-        self._page, self._seeds = page, random.Random(seed)
-        self._replicas = [Replica(engine, Cached(engine.stats()["capacity"], page)) for engine in self._engines]
+        self._page, self._seeds = first.options.page, random.Random(seed)
+        self._replicas = [Replica(engine, Cached(engine.stats()["capacity"], self._page)) for engine in self._engines]
         self._started = False
         self._commands, self._swaps = threading.Lock(), threading.Lock()
 

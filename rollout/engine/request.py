@@ -1,5 +1,7 @@
 """Requests to the engine and their progress, without jax: shared by the engine and its server."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,6 +129,14 @@ class Progress:
         if self.decoded is None:
             raise ValueError("Progress.text needs an engine that decodes; make it with Engine(decode=tokenizer.decode)")
         return self.decoded
+
+    def snapshot(self) -> Progress:
+        """A copy that later progress does not modify."""
+        return Progress(
+            self.rid, self.prompt_tokens, self.tokens[:], self.logp[:], self.versions[:], self.top[:],
+            self.input_logp[:], self.input_top[:], self.routed[:], self.finish, self.decoded, self.cached_tokens,
+            self.retractions,
+        )  # fmt: skip
 
 
 def check_prompt(prompt: Sequence[int], vocab: int) -> None:

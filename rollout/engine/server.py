@@ -4,57 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hmac
-import logging
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
-from ...models import paging
 from ...parallel.multihost import processes
 from ...parallel.multihost.channel import Share
-from ..chat.api import messages
-from ..chat.fields import Refused
-from ..processes import http_limits as limits
 from ..processes import http_process, keys
-from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
+from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import read_label
-from . import bench, hosts, openapi, replicas
-from .adapters_api import Adapters
+from . import bench, hosts, replicas
+from .checkpoint import read_weights
 from .grammar import Grammars
-from .metrics_api import Metrics
-from .openai_api import OpenAI
-from .sglang_api import Answer, Service, read_weights
-from .tokenize_api import Tokenizer
-
-log = logging.getLogger(__name__)
+from .routes.app import app
+from .routes.service import Service
 
 OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
     "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
 }  # fmt: skip
-UNGUARDED = ("/health", "/health_generate", "/ready")  # answered without the key
 
 
 def serve(
     path: str,
+    options: EngineOptions = DEFAULTS,
     *,
     host: str = "127.0.0.1",
     port: int = 30000,
-    slots: int = 0,
-    context: int = 2048,
-    memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE,
-    draft: int = 1,
-    kv_cache_dtype: str = "auto",
     dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
@@ -69,12 +49,6 @@ def serve(
 
     Args:
       port: 0 = any free port.
-      slots: sequences that each replica generates at the same time; further requests wait. 0 = `default_slots`.
-      context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
-      memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
-        beside weights.
-      mesh: how devices are used.
-      draft, kv_cache_dtype: as for `Engine`.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.
@@ -90,10 +64,7 @@ def serve(
         if index == 0:
             guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
             sock = stack.enter_context(contextlib.closing(guarded))
-        service = load(
-            path, share, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
-            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version=version or published_label(path), seed=seed,
-        )  # fmt: skip
+        service = load(path, share, options, dtype=dtype, version=version or published_label(path), seed=seed)
         engine = service.engine
         if index > 0:
             engine.device.follow(share)
@@ -106,44 +77,38 @@ def serve(
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
 
 
-def benchmark(
-    path: str, *, slots: int, context: int, memory: float, mesh: EngineMesh, draft: int = 1,
-    kv_cache_dtype: str = "auto", dtype: str,
-) -> None:  # fmt: skip
-    """Prints how fast the checkpoint folder `path` would be served, as a table; options as for `serve`.
+def benchmark(path: str, options: EngineOptions, *, dtype: str) -> None:
+    """Prints how fast the checkpoint folder `path` would be served, as a table.
 
     Raises:
       ValueError: the folder cannot be loaded, or the context is too short to measure.
     """
     with hosts.joined() as (index, share):
-        engine = load(
-            path, share, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft,
-            kv_cache_dtype=kv_cache_dtype, dtype=dtype, version="default",
-        ).engine  # fmt: skip
+        engine = load(path, share, options, dtype=dtype, version="default").engine
         if index > 0:
             engine.device.follow(share)
             return
         with hosts.serving(engine):
-            prompt, answer = bench.lengths(engine.context, draft)
+            prompt, answer = bench.lengths(engine.context, options.draft)
             print(
                 f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, "
-                f"{known_dtype(dtype)}, {mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})",
+                f"{known_dtype(dtype)}, {options.mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})",
                 flush=True,
             )
             for line in bench.table(bench.measure(engine)):
                 print(line, flush=True)
 
 
-def load(path: str, share: Share, *, dtype: str, **options) -> Service:
-    """The service of the checkpoint folder `path`, over all processes of the job; options as for `prepare`.
+def load(path: str, share: Share, options: EngineOptions, *, dtype: str, version: str, seed: int = 0) -> Service:
+    """The service of the checkpoint folder `path`, over all processes of the job.
 
     Raises:
       ValueError: as `prepare`; processes have other options or weights than process 0.
     """
     dtype = known_dtype(dtype)
     config, params, checksums = read_weights(path, dtype)
-    processes.same("options and weights", dtype, options, checksums)
-    service = prepare(path, config, params, checksums, dtype=dtype, **options)
+    processes.same("options and weights", dtype, options, version, seed, checksums)
+    service = prepare(path, options, config, params, checksums, dtype=dtype, version=version, seed=seed)
     hosts.connect(service, share)
     return service
 
@@ -162,8 +127,7 @@ def published_label(path: str) -> str:
 
 
 def prepare(
-    path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, kv_cache_dtype: str = "auto", dtype: str, version: str,
+    path: str, options: EngineOptions, config, params, checksums: dict[str, str], *, dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
@@ -172,68 +136,8 @@ def prepare(
         tokenizer = tokenizers.load(path)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
-    if not 0 <= memory < math.inf:
-        raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
-    context = min(context, config.context)
-    slots = slots or paging.default_slots(jax.default_backend(), context)
+    options = replace(options, context=min(options.context, config.context))
     engine = replicas.serving(
-        config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
-        decode=decode, grammars=grammars, seed=seed, draft=draft, kv_cache_dtype=kv_cache_dtype,
-    )  # fmt: skip
+        config, params, version=version, decode=decode, grammars=grammars, seed=seed, **vars(options)
+    )
     return Service(engine, tokenizer, str(path), checksums, dtype)
-
-
-def app(service: Service, api_key: str | None = None, style: str = "", reasoning: bool = True) -> ASGIApp:
-    """The server as an ASGI application; `style` and `reasoning` as for `OpenAI`."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_):
-        service.open()
-        yield
-
-    parts = (service, Adapters(service), OpenAI(service, style, reasoning), Tokenizer(service), Metrics(service))
-    routes = [route for part in parts for route in part.routes()]
-    inner = limits.app(openapi.with_document(routes), failed=_failed, lifespan=lifespan)
-    return inner if api_key is None else _guarded(inner, api_key)
-
-
-async def _failed(http: HTTPRequest, error: Exception) -> Response:
-    """The response to an error, in the shape of the API: Anthropic's, or OpenAI's next to SGLang's."""
-    status, message = limits.status_of(error)
-    if (status, message) == (404, "Not Found"):
-        message = _no_route(http.url.path)
-    if http.url.path.startswith("/v1/messages"):
-        return Answer(messages.error(status, message), status, getattr(error, "headers", None))
-    kind = "BadRequestError" if status == 400 else "InternalServerError" if status >= 500 else "Error"
-    flat = {
-        "message": message,
-        "type": kind,
-        "param": error.name if isinstance(error, Refused) else None,
-        "code": status,
-    }
-    return Answer({"object": "error", **flat, "error": flat}, status, getattr(error, "headers", None))
-
-
-def _no_route(path: str) -> str:
-    """What is wrong with a path that no route has, most often because of its client's address."""
-    if path.startswith("/v1/v1/"):
-        return f"there is no {path}; give Anthropic's clients the address without /v1"
-    if path in ("/chat/completions", "/completions", "/responses", "/models"):
-        return f"there is no {path}; give OpenAI's clients the address with /v1"
-    return f"there is no {path}; /openapi.json lists the routes"
-
-
-def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
-    expected = f"Bearer {api_key}".encode()
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in UNGUARDED:
-            headers = dict(scope["headers"])
-            given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")  # Anthropic's
-            if not hmac.compare_digest(given, expected):
-                refusal = HTTPException(401, "the key is missing or wrong", limits.CLOSE)
-                await (await _failed(HTTPRequest(scope), refusal))(scope, receive, send)
-                return
-        await inner(scope, receive, send)
-
-    return guarded

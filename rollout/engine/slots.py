@@ -20,12 +20,13 @@ from ...models import paging
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import adapters, grammar
+from . import adapters, budget, grammar
 from .adapters import Factors
 from .cache import Cache
-from .decode import COLUMNS, INTEGERS, REALS
 from .device_state import DeviceState
 from .live import Live
+from .options import Options
+from .programs.decode import COLUMNS, INTEGERS, REALS
 from .prompts import Prompts, pairs
 from .request import STOPS
 
@@ -69,24 +70,20 @@ class Slots:
       counts: totals: prefills, prefilled_tokens, dispatches, preemptions, drafted, accepted.
     """
 
-    def __init__(
-        self, config, params, kv_dtype: np.dtype, count: int, context: int, steps: int, page: int, memory: float | None,
-        on: jax.sharding.Mesh, width: int = 1,
-    ):  # fmt: skip
-        self.count, self.context, self.steps, self.width = count, context, steps, width
+    def __init__(self, config, params, options: Options, on: jax.sharding.Mesh):
+        kinds, counts = budget.pages(config, params, options, on)  # refuses more slots than there is memory for
+        count, context = options.slots, options.context
+        self.count, self.context, self.steps, self.width = count, context, options.steps, options.draft
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
         self.seated: dict[int, Live] = {}
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
         self._dtype = params["embed"].dtype
-        kinds = paging.kinds(self.config.records, context, page, kv_dtype.itemsize, on.shape.get("tp", 1))
-        counts = paging.counts(kinds, count, context, page, steps * width, memory)
-        self.device = DeviceState(
-            self.config, kv_dtype, on, kinds, counts, slots=count, context=context, page=page, steps=steps, width=width
-        )
+        kv_dtype = paging.kv_dtype(self._dtype, options.kv_cache_dtype)
+        self.device = DeviceState(self.config, kv_dtype, on, kinds, counts, options)
         self.swap(self.stage(params))
-        self.cache = Cache(kinds, counts, self.device, slots=count, context=context, C=page)
+        self.cache = Cache(kinds, counts, self.device, slots=count, context=context, C=options.page)
         self._prompts = Prompts(self.cache, self.device, self._room)
         self.counts = self._prompts.counts
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import re
 import signal
@@ -12,10 +11,10 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Literal
+from typing import IO
 
 from ..processes import guard, memory
-from .engine_mesh import ONE_DEVICE, EngineMesh
+from .engine_options import EngineOptions
 from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
@@ -24,48 +23,31 @@ ALONE = {"AREAX_PROCESSES": "1"}  # a server is a process by itself, also of a r
 
 
 @dataclass(frozen=True)
-class Serve:
+class Serve(EngineOptions):
     """How local servers run.
 
     Attributes:
       inside: run one server in the trainer's process, on its first devices; new weights are copied on the devices. Not
         for evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
-      slots: sequences that a server, or each of its replicas (`mesh.dp`), generates at a time; 0 = 16 on a CPU, up to
-        128 on accelerators (`paging.default_slots`).
       context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:
         `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
-      memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
-        device has beside weights. With less, requests wait; no sample changes.
-      mesh: how a server uses devices.
-      draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
-        are accepted where they equal what is sampled; 1 = off.
-      kv_cache_dtype: dtype of keys and values: auto = that of the weights; float8 takes half of bfloat16's memory, and
-        moves log-probabilities away from the trainer's (docs/serve.md).
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
 
     inside: bool = False
     count: int = 1
-    slots: int = 0
     context: int = 0
-    memory: float = 0
-    mesh: EngineMesh = ONE_DEVICE
-    draft: int = 1
-    kv_cache_dtype: Literal["auto", "float8"] = "auto"
     dtype: str = "auto"
     restarts: int = 10
 
     def __post_init__(self):
+        super().__post_init__()
         if self.count < 1 or self.inside and self.count > 1:
             one = "1 with --serve.inside" if self.inside else "at least 1"
             raise ValueError(f"--serve.count must be {one}, got {self.count}")
         memory.check(f"--serve.count {self.count}", self.count * memory.PROCESS)
-        if not 0 <= self.memory < math.inf:
-            raise ValueError(f"--serve.memory must be a number of GB, or 0, got {self.memory}")
-        if self.draft < 1:
-            raise ValueError(f"--serve.draft must be at least 1, got {self.draft}")
         if self.restarts < 0:
             raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
 
@@ -76,12 +58,7 @@ class Serve:
 
 def words(path: str, options: Serve) -> list[str]:
     """The arguments of `areax` for one of these servers, on any free port."""
-    made = ["serve", path, "--port", "0", "--dtype", options.dtype]
-    made += ["--slots", str(options.slots)] if options.slots else []
-    made += ["--context", str(options.context)] if options.context else []
-    made += ["--memory", str(options.memory)] if options.memory else []
-    made += [*options.mesh.words, "--draft", str(options.draft)]
-    return [*made, "--kv-cache-dtype", options.kv_cache_dtype]
+    return ["serve", path, "--port", "0", "--dtype", options.dtype, *options.words]
 
 
 class Local:

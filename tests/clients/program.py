@@ -13,4 +13,4 @@ CALL = ["#add", "I add. ", "<tool_call>", '\n{"name": "add", "arguments": {"a": 
 SUM = ["<go on>", "It ", "is ", "3.5", "."]
 
 if __name__ == "__main__":
-    server.serve(str(parrot.model(Path(sys.argv[1]), CALL, SUM, context=2048)), port=0, context=2048)
+    server.serve(str(parrot.model(Path(sys.argv[1]), CALL, SUM, context=2048)), port=0)

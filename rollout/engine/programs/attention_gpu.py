@@ -1,0 +1,118 @@
+"""The online softmax of `attention` over pages for GPUs, in Pallas for Triton.
+
+A program reads the pages of one sequence and one head of keys and values in place, for a block of queries. Steps of
+decoding have few queries: SPLITS programs share the pages of each sequence by their numbers, modulo SPLITS, so that the
+order of a query's sum depends on its position alone (arXiv:2311.01282 describes such splits).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from ....models.attention.pattern import Pattern
+
+UNSEEN = -1e30
+LEAST, MOST = 16, 64  # queries of a block
+SPLITS = 8
+WIDEST = 256  # keys or values of which a page fits into shared memory
+
+
+def supports(keys_PKHC, values_PKCV) -> bool:
+    """Whether the kernel reads such pages: Triton multiplies blocks of powers of two of at least 16."""
+    sizes = keys_PKHC.shape[2], *values_PKCV.shape[2:]
+    return all(size % 16 == 0 for size in sizes) and max(keys_PKHC.shape[2], values_PKCV.shape[3]) <= WIDEST
+
+
+def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern, interpret: bool = False):
+    """The softmax of R queries of each sequence over `count` pages from its `first`.
+
+    Args:
+      q_BKRH: queries, times the pattern's factor.
+      at_BR: position of each.
+      interpret: runs in interpret mode on any platform, for tests.
+
+    Returns:
+      (most_BKR1, sum_BKR1, out_BKRV) in fp32: the largest score, the sum of exp(score - most), and the sum of values
+      weighted by that. A query that sees no key gets (-1e30, 0, 0).
+    """
+    (B, K, R, H), (P, _, C, V), X = q_BKRH.shape, pages[1].shape, table_BX.shape[1]
+    Q = min(MOST, max(LEAST, pl.next_power_of_2(R)))
+    rows = -R % Q
+    q_BKRH = jnp.pad(q_BKRH, [(0, 0), (0, 0), (0, rows), (0, 0)])
+    at_BR = jnp.pad(at_BR, [(0, 0), (0, rows)], mode="edge")
+    tiles = (R + rows) // Q
+    splits = SPLITS if tiles == 1 else 1
+    tile = lambda size: pl.BlockSpec((None, None, Q, size), lambda b, k, i: (b, k, jax.lax.div(i, splits), 0))
+    of_pages = lambda *sizes: pl.BlockSpec((P, None, *sizes), lambda b, k, i: (0, k, 0, 0))
+    out = lambda *sizes: pl.BlockSpec(
+        (None, None, None, Q, *sizes),
+        lambda b, k, i: (b, k, jax.lax.rem(i, splits), jax.lax.div(i, splits), 0)[: 4 + len(sizes)],
+    )
+    place = pl.BlockSpec((None, Q), lambda b, k, i: (b, jax.lax.div(i, splits)))
+    whole = lambda size: pl.BlockSpec((None, size), lambda b, k, i: (b, 0))
+    like = lambda *sizes: jax.ShapeDtypeStruct((B, K, splits, R + rows, *sizes), jnp.float32)
+    most_BKSR, sum_BKSR, out_BKSRV = pl.pallas_call(
+        partial(_kernel, splits=splits, pattern=pattern),
+        grid=(B, K, tiles * splits),
+        in_specs=[tile(H), of_pages(H, C), of_pages(C, V), place, whole(X), whole(1), whole(1)],
+        out_specs=[out(), out(), out(V)],
+        out_shape=[like(), like(), like(V)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="attention_pages",
+    )(q_BKRH, *pages, at_BR, table_BX, first_B[:, None], count_B[:, None])
+    most_BKR = jnp.max(most_BKSR, 2)
+    share_BKSR = jnp.exp(most_BKSR - most_BKR[:, :, None])
+    sum_BKR = jnp.sum(share_BKSR * sum_BKSR, 2)
+    out_BKRV = jnp.sum(share_BKSR[..., None] * out_BKSRV, 2)
+    return most_BKR[:, :, :R, None], sum_BKR[:, :, :R, None], out_BKRV[:, :, :R]
+
+
+def _kernel(
+    q_ref, k_ref, v_ref, at_ref, table_ref, first_ref, count_ref, most_ref, sum_ref, out_ref, *, splits, pattern
+):
+    split, C = jax.lax.rem(pl.program_id(2), splits), v_ref.shape[1]
+    at_Q, first, count = at_ref[...], first_ref[0], count_ref[0]
+    begin = first + jax.lax.rem(split + splits - jax.lax.rem(first, splits), splits)  # the first number of this split
+    of_keys, of_values = _parts(k_ref.shape[1]), _parts(v_ref.shape[2])
+    q = [q_ref[:, part] for part in of_keys]
+
+    def look(i, carry):
+        most_Q, sum_Q, *out = carry
+        number = begin + i * splits
+        page = table_ref[number]
+        keys = [k_ref[page, part, :].astype(q_ref.dtype) for part in of_keys]
+        score_QC = sum(map(_dot, q, keys))
+        if pattern.softcap is not None:
+            score_QC = pattern.softcap * jnp.tanh(score_QC / pattern.softcap)
+        key_1C = (number * C + jnp.arange(C, dtype=jnp.int32))[None]
+        seen_QC = key_1C <= at_Q[:, None]
+        if pattern.span is not None:
+            seen_QC &= key_1C >= pattern.first(at_Q)[:, None]
+        score_QC = jnp.where(seen_QC, score_QC, UNSEEN)
+        new_Q = jnp.maximum(most_Q, score_QC.max(1))
+        keep_Q = jnp.exp(most_Q - new_Q)
+        prob_QC = jnp.where(seen_QC, jnp.exp(score_QC - new_Q[:, None]), 0)
+        more = [_dot(prob_QC.astype(q_ref.dtype), v_ref[page, :, part].astype(q_ref.dtype)) for part in of_values]
+        out = [x_QV * keep_Q[:, None] + y_QV for x_QV, y_QV in zip(out, more, strict=True)]
+        return new_Q, sum_Q * keep_Q + prob_QC.sum(1), *out
+
+    full = lambda value, *shape: jnp.full((at_Q.shape[0], *shape), value, jnp.float32)
+    turns = jax.lax.div(jnp.maximum(first + count - begin, 0) + splits - 1, splits)
+    start = full(UNSEEN), full(0), *(full(0, part.size) for part in of_values)
+    most_ref[...], sum_ref[...], *out = jax.lax.fori_loop(0, turns, look, start)
+    for part, x_QV in zip(of_values, out, strict=True):
+        out_ref[:, part] = x_QV
+
+
+def _parts(size: int) -> list:
+    """Cuts a size into slices of powers of two."""
+    powers = [1 << i for i in reversed(range(size.bit_length())) if size >> i & 1]
+    return [pl.ds(sum(powers[:i]), power) for i, power in enumerate(powers)]
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)

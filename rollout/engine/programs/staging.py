@@ -1,0 +1,78 @@
+"""The layout of weights for decoding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ....adapters import hf
+from ....core import param
+from ....models.layers.linear import MultiLoRAWeight, Transposed
+from ....parallel import rules, transfer, turns
+
+KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
+
+
+def stage(params, table: param.Table, mesh):
+    """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
+    over tp by the rules of training, experts over ep.
+
+    Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
+    `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device. On a mesh that
+    spans processes they must be in host memory, and each process copies its parts, whatever the others do.
+    """
+    split = rules.of_params(table, mesh, rules.GENERATING)
+
+    def read(w):
+        w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w
+        return w.merged() if isinstance(w, hf.Cast) else w
+
+    def ready(w, sharding, turned=False):
+        spec = (*sharding.spec, *[None] * (w.ndim - len(sharding.spec)))
+        there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
+        if mesh.is_multi_process:
+            return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
+        with turns.taken(mesh):
+            w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
+            return jax.block_until_ready(_copied(there, turned)(w))
+
+    def one(name, w, sharding):
+        turned = w.ndim == 2 and not name.endswith(KEPT)
+        return Transposed(ready(w, sharding, True)) if turned else ready(w, sharding)
+
+    def layers(w, name, sharding):
+        w, of_layer = read(w), NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+        return [one(name, w[place], of_layer) for place in range(w.shape[0])]
+
+    top = lambda name, turned=False: ready(read(params[name])[()], split[name], turned)
+    stacks = [
+        {name: layers(w, name, split["stacks"][i][name]) for name, w in stack.items()}
+        for i, stack in enumerate(params["stacks"])
+    ]
+    return {
+        "embed": top("embed"),
+        "norm": top("norm"),
+        "head": Transposed(top("head" if "head" in params else "embed", True)),
+        **{name: top(name) for name in params if name.startswith("per_layer_")},
+        "layers": [{name: each[place] for name, each in stacks[i].items()} for i, place in table.layers],
+    }
+
+
+@functools.cache
+def _copied(sharding, turned: bool):
+    return jax.jit(lambda w: w.T if turned else jnp.copy(w), out_shardings=sharding)
+
+
+_turned, _copy = jax.jit(jnp.transpose), jax.jit(jnp.copy)
+
+
+def with_adapters(weights, index_B):
+    """The layers, with adapter index_B[i] applied to row i of a batch; unchanged while no adapter is loaded."""
+    if "adapters" not in weights:
+        return weights["layers"]
+    choose = lambda layer, factors: {
+        name: MultiLoRAWeight(layer[name], a, b, index_B) for name, (a, b) in factors.items()
+    }
+    each = zip(weights["layers"], weights["adapters"], strict=True)
+    return [{**layer, **choose(layer, factors)} for layer, factors in each]

@@ -1,0 +1,136 @@
+"""The grammar of an answer in a conversation: reasoning if the model may reason, then a document or tool calls.
+
+Calls are written as the model's family writes them (`parsers.STYLES`), their arguments as the tools' JSON schemas say.
+In Lark, as llguidance reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...chat.fields import rule
+from ...chat.parsers import DEEPSEEK, STYLES, THINK, THOUGHT, json_types
+from ..grammar import formatted, literal, pieces
+from ..request import Grammar
+
+Marker = Callable[[str], str]  # a marker in Lark: a token of its own, or text
+NEWLINE = literal("\n")
+UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # of strings that are not written as JSON
+
+
+def of(
+    document: Grammar | None,
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[str],
+    *,
+    one_call: bool,
+    style: str,
+    chat_template: str,
+    tokens: Mapping[str, int],
+    reasoning: str,
+) -> Grammar | None:
+    """The grammar of a whole answer; None if it may be any text.
+
+    Args:
+      document: what the answer must be, unless it calls tools.
+      tools: in OpenAI's format; with a document the model may call them instead.
+      forced: names of the tools of which one must be called; none = the model decides.
+      one_call: at most one call.
+      style: a name in `parsers.STYLES`.
+      tokens: ids of the markers (`parsers.MARKERS`) that are tokens of their own, by text.
+      reasoning: "" = none, "may" = the answer may begin with it, "open" = the prompt has begun it.
+
+    Raises:
+      Refused: a tool's parameters cannot be forced in this style.
+    """
+    if not (document or forced):
+        return None
+    if not (tools or reasoning):
+        return document
+    marker = lambda text: f"<[{tokens[text]}]>" if text in tokens else literal(text)
+    before, rules = {"": "", "may": "reasoning? ", "open": "rest "}[reasoning], []
+    if reasoning:
+        thought = f"thought: /(.|\\n)*/ {marker(THOUGHT)}" if THOUGHT in tokens else _until("thought", THOUGHT)
+        rules += [f"reasoning: {marker(THINK)} rest", "rest: thought /\\n{0,2}/", thought]
+    functions = [tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced]
+    if functions:
+        rules += _calls(functions, style, chat_template, marker, one_call)
+    bodies = ["@document"] * (not forced) + ["calls"] * bool(functions)
+    parts: list[dict[str, Any]] = [{"lark_grammar": "\n".join([f"start: {before}({' | '.join(bodies)})", *rules])}]
+    if document and not forced:
+        parts += pieces(document, name="document")
+    return Grammar(
+        "llguidance", json.dumps({"grammars": parts}), "tools" if functions or not document else document.field
+    )
+
+
+def _until(name: str, text: str) -> str:
+    """The rule `name`: anything up to the first `text`, which is part of it."""
+    return f"{name}[lazy]: /(.|\\n)*{text.replace('/', chr(92) + '/')}/"
+
+
+def _calls(
+    functions: Sequence[Mapping[str, Any]], style: str, chat_template: str, marker: Marker, one_call: bool
+) -> Iterator[str]:
+    """The rules of `calls`."""
+    mark, names = STYLES[style], [f"call_{i}" for i in range(len(functions))]
+    one, between = f"({' | '.join(names)})", {"llama": "; "}.get(style, "\n")
+    several = one if one_call else f"{one} ({literal(between)} {one})*"
+    if style == "deepseek":
+        yield f"calls: {marker(mark.open)} {several} {marker(mark.close)}"
+    else:
+        yield f"calls: {several}"
+    for name, function in zip(names, functions, strict=True):
+        schema = {"type": "object", **(function.get("parameters") or {})}
+        if style == "qwen3_coder":
+            yield from _coder(name, function["name"], schema, marker)
+            continue
+        value = f"arguments_{name}"
+        if style == "deepseek":
+            begin, separated, end = map(marker, DEEPSEEK)
+            called = f"{begin} {literal(function['name'])} {separated} {value} {end}"
+            if "```json" in chat_template:  # V3 and R1
+                head, tail = literal(f"{function['name']}\n```json\n"), literal("\n```")
+                called = f"{begin} {literal('function')} {separated} {head} {value} {tail} {end}"
+        else:
+            key = "parameters" if style == "llama" else "arguments"
+            head = f'{{"name": {literal(function["name"])}, "{key}": '
+            called = f"{literal(head)} {value} {literal('}')}"
+            if style != "llama":
+                called = f"{marker(mark.open)} {NEWLINE} {called} {NEWLINE} {marker(mark.close)}"
+        yield f"{name}: {called}"
+        yield f"{value}: {_json(schema)}"
+
+
+def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker) -> Iterator[str]:
+    """Qwen3-Coder's call: strings are plain text, other values JSON; parameters come in the schema's order."""
+    plain = lambda text: text and not any(c.isspace() or c == ">" for c in text)
+    rule(plain(function), "tools", "names must have no space and no > for the format qwen3_coder", function)
+    mark, parts, rules = STYLES["qwen3_coder"], [], []
+    required = schema.get("required") or ()
+    for i, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        rule(plain(key), "tools", "parameters must have no space and no > for the format qwen3_coder", key)
+        rule(isinstance(value, Mapping) and json_types(value), "tools", "parameters need a type for qwen3_coder", value)
+        part, end = f"{name}_{i}", literal("\n</parameter>\n")
+        words = [value["const"]] if "const" in value else value.get("enum")
+        if "string" not in json_types(value):
+            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            written, made = f"{part}_json {end}", f"{part}_json: {_json({**shared, **value})}"
+        elif words:
+            choices = [literal(word) for word in words if isinstance(word, str)]
+            written, made = f"{part}_word {end}", f"{part}_word: {' | '.join(choices)}"
+        else:
+            unwritable = [name for name in UNWRITABLE if name in value]
+            rule(not unwritable, "tools", "strings are plain text for qwen3_coder, which cannot be limited", unwritable)
+            written, made = f"{part}_text {NEWLINE}", _until(f"{part}_text", "</parameter>")
+        rules += [f"{part}: {literal(f'<parameter={key}>' + chr(10))} {written}", made]
+        parts.append(part if key in required else f"{part}?")
+    begin, end = literal(f"\n<function={function}>\n"), literal("</function>\n")
+    yield f"{name}: {marker(mark.open)} {begin} {' '.join([*parts, end])} {marker(mark.close)}"
+    yield from rules
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(formatted(schema), ensure_ascii=False)
