@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import paging
+from ...models import mtp, paging
 from ...parallel import rules
 from ...parallel.multihost import processes
 from ..processes import memory
@@ -33,11 +33,13 @@ def for_caches(
     Raises:
       ValueError: the device has not enough for one sequence.
     """
-    table, dtype = models.table(config), np.dtype(params["embed"].dtype)
-    kinds = paging.kinds(config.records, context, page, kv_dtype.itemsize, on.shape.get("tp", 1))
+    predicts, dtype = draft > 1 and "mtp" in params, np.dtype(params["embed"].dtype)
+    kinds = paging.kinds(mtp.records(config, predicts), context, page, kv_dtype.itemsize, on.shape.get("tp", 1))
     own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
-    split = rules.of_params(table, on, rules.GENERATING)
-    weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
+    weights = 0
+    for table in (models.table(config), *([mtp.table(config)] if predicts else [])):
+        split = rules.of_params(table, on, rules.GENERATING)
+        weights += sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
     states = slots * draft * sum(kind.bytes for kind in kinds if kind.states) if draft > 1 else 0  # after each draft
     device = memory.of_devices([on.local_devices[0]])
     if on.is_multi_process and device < math.inf:

@@ -72,7 +72,8 @@ class Engine:
     ):
         """
         Args:
-          params: the model's parameter tree; copied, so the caller may donate its own.
+          params: the model's parameter tree; copied, so the caller may donate its own. With the layer for multi-token
+            prediction (`models.mtp.table`) as "mtp", drafts are made by it.
           slots: most sequences decoded together.
           context: most tokens of a sequence, prompt included.
           memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
@@ -85,7 +86,8 @@ class Engine:
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
           draft: tokens of a sequence that a step computes: its last one, and guesses at the next, which are kept as far
-            as they are what is sampled (`drafts`). Samples depend on this width by rounding, not on the guesses.
+            as they are what is sampled (`drafts`, `mtp_drafts`). Samples depend on this width by rounding, not on the
+            guesses.
           kv_cache_dtype: of keys and values in pages: "auto" = that of the weights; "float8" = e4m3, of scale 1.
 
         Raises:
@@ -218,7 +220,8 @@ class Engine:
         """Prepares new weights for `swap`, next to the current ones, while requests continue.
 
         Args:
-          params: the model's parameter tree: arrays, or the leaves of `hf.mapped`.
+          params: the model's parameter tree: arrays, or the leaves of `hf.mapped`. The layer for multi-token prediction
+            stays as it is if there is no "mtp".
 
         Raises:
           ValueError: parameters of another shape or dtype.
@@ -319,6 +322,11 @@ class Engine:
         """The weights in use, as `stage` returned them; None once they are released."""
         return self.device.weights
 
+    @property
+    def draft_from(self) -> str | None:
+        """What drafts are made by: "mtp", the model's layer for multi-token prediction, or "text"; None = no drafts."""
+        return None if self.draft == 1 else "mtp" if self._slots.predicts else "text"
+
     def check_memory(self) -> None:
         """Raises ValueError if the memory for weights is released."""
         if "weights" in self.released:
@@ -398,6 +406,7 @@ class Engine:
             "slots": self.slots,
             "context": self.context,
             "draft": self.draft,
+            "draft_from": self.draft_from,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
             "capacity": self._slots.cache.capacity,

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
     "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
 }  # fmt: skip
+MADE_BY = {"mtp": "drafts by multi-token prediction", "text": "drafts from texts"}
 UNGUARDED = ("/health", "/health_generate", "/ready")  # answered without the key
 
 
@@ -100,6 +101,8 @@ def serve(
             return
         url = http_process.address((host, sock.getsockname()[1]))
         ready = f"{url} serves {engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
+        if draft > 1:
+            ready += f", {MADE_BY[engine.draft_from]}"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         with hosts.serving(engine):
@@ -127,7 +130,8 @@ def benchmark(
             prompt, answer = bench.lengths(engine.context, draft)
             print(
                 f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, "
-                f"{known_dtype(dtype)}, {mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})",
+                f"{known_dtype(dtype)}, {mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})"
+                + (f", {MADE_BY[engine.draft_from]}" if draft > 1 else ""),
                 flush=True,
             )
             for line in bench.table(bench.measure(engine)):
@@ -166,7 +170,8 @@ def prepare(
     mesh: EngineMesh = ONE_DEVICE, draft: int = 1, kv_cache_dtype: str = "auto", dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
-    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
+    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one, and
+    with drafts by its layer for multi-token prediction."""
     tokenizer, decode, grammars = None, None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
         tokenizer = tokenizers.load(path)
@@ -176,6 +181,9 @@ def prepare(
         raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
     context = min(context, config.context)
     slots = slots or paging.default_slots(jax.default_backend(), context)
+    if draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
+        params = {**params, "mtp": predictor}
+    processes.same("layer for multi-token prediction", "mtp" in params)
     engine = replicas.serving(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
         decode=decode, grammars=grammars, seed=seed, draft=draft, kv_cache_dtype=kv_cache_dtype,
