@@ -15,9 +15,10 @@ from areax.adapters import hf, safetensors, tokenizer
 from areax.core import param
 from areax.models import mtp, paging
 from areax.parallel.planner import generation
-from areax.rollout.engine import decode
+from areax.rollout.engine import budget, decode
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
+from areax.rollout.engine.slots import mesh_of
 from areax.rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 
 
@@ -142,6 +143,19 @@ def test_pages_are_updated_in_place_and_are_what_a_plan_says():
     assert size == paging.size_of(kinds, paging.counts(kinds, 4, 4 * CONTEXT, PAGE, 8 * WIDTH, None), 4)
     own = sum(x.nbytes for x in jax.tree.leaves(device.weights["mtp"]))
     assert own == sum(generation.stored(leaf, 4) for leaf in param.leaf_list(mtp.table(config)))
+
+
+def test_the_memory_for_caches_is_what_weights_with_the_layer_leave(monkeypatch):
+    """Of two versions, and of caches with the layer's keys and values."""
+    config, params, w = model("glm4_moe", 96)
+    weights = 2 * sum(x.nbytes for x in jax.tree.leaves((params, w)))
+    kinds = paging.kinds(mtp.records(config, True), CONTEXT, PAGE, 4)
+    pages = 0.6 * paging.size_of(kinds, paging.counts(kinds, 4, CONTEXT, PAGE, 4 * WIDTH, None), 4)
+    monkeypatch.setattr(budget.memory, "of_devices", lambda _: weights + pages / budget.USABLE)
+    on = mesh_of()
+    found = budget.for_caches(config, {**params, "mtp": w}, np.dtype("float32"), 4, CONTEXT, PAGE, 4, WIDTH, on)
+    assert found == pytest.approx(pages, rel=1e-6)
+    assert budget.for_caches(config, params, np.dtype("float32"), 4, CONTEXT, PAGE, 4, WIDTH, on) is None
 
 
 @pytest.mark.mesh
