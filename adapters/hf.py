@@ -29,7 +29,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .. import models
 from ..core import param
 from ..core.parts import Part
-from ..models import config_json, wrappers
+from ..models import config_json, mtp, wrappers
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import quantised, safetensors
@@ -185,6 +185,36 @@ def mapped(path: str | os.PathLike, dtype="float32"):
     config, stored = read_config(path), safetensors.read(path)
     config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
     config = passed.loaded(config, path)
+    return config, _views(tree, tensors, keys, dtype), functools.partial(_verified, Path(path), stored)
+
+
+def mapped_mtp(path: str | os.PathLike, config, dtype="float32"):
+    """The weights of `models.mtp` in a checkpoint of this config, as `mapped` gives the model's; None without any.
+
+    Raises:
+      ValueError: some are missing or misshapen; names them.
+    """
+    if not mtp.known(config):
+        return None
+    table, where = mtp.table(config), str(path)
+    tensors, keys = _found(table, passed.opened(config, safetensors.read(path), where), config.prefix)
+    names = [key for found in keys.values() for key in found]
+    missing = [key for key in names if key not in tensors]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise ValueError(
+            f"{where}: drafts by multi-token prediction need all of its layer, got {complaint(missing, ())}; complete "
+            "it, or serve with --draft 1"
+        )
+    for leaf in param.leaf_list(table):
+        for key in keys[leaf.path]:
+            check_tensor(key, tensors[key], leaf, where)
+    return _views(param.leaves(table), tensors, keys, dtype)
+
+
+def _views(tree, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Sequence[str]], dtype):
+    """The leaves as `Mapped`, or numpy arrays."""
 
     def view(leaf):
         held = [tensors[key] for key in keys[leaf.path]]
@@ -194,8 +224,7 @@ def mapped(path: str | os.PathLike, dtype="float32"):
         )
         return lazy if leaf.unstacked_shape else lazy.at(()).astype(wanted, copy=False)
 
-    params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
-    return config, params, functools.partial(_verified, Path(path), stored)
+    return jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -275,10 +304,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     rest = tuple(key for key in tensors if table.leaves_out(key))
     tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}
     tree = param.leaves(table)
-    spelt_out = [spelt for leaf in param.leaf_list(table) for spelt in leaf.keys(prefix).values()]
-    tensors = _split_experts(tensors, {key for spelt in spelt_out for key in spelt})
-    there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
-    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in param.leaf_list(table)}
+    tensors, keys = _found(table, tensors, prefix)
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
     needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
     missing = [key for key in needed if key not in tensors]
@@ -299,6 +325,16 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     elif rest or wrappers.wraps(config):
         config = dataclasses.replace(config, rest=wrappers.Rest("", rest))
     return config, tree, tensors, keys, drawn
+
+
+def _found(table: param.Table, tensors: Mapping[str, np.ndarray], prefix: str):
+    """(tensors, fused experts split; the keys that each leaf has among them, or the first ones that it may have)."""
+    spelt_out = [spelt for leaf in param.leaf_list(table) for spelt in leaf.keys(prefix).values()]
+    tensors = _split_experts(tensors, {key for spelt in spelt_out for key in spelt})
+    there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
+    return tensors, {
+        leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in param.leaf_list(table)
+    }
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:

@@ -2,7 +2,7 @@
 
 A wrapper's config.json has the text model's as `text_config`, and its checkpoint the text model's weights under a
 prefix. The tensors of the other parts are not read, and copied to exports; so are those of layers that predict further
-tokens (MTP), in any family.
+tokens (MTP), in any family, with which the engine drafts (`mtp`).
 """
 
 import dataclasses

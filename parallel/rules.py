@@ -51,6 +51,7 @@ class ShardingRules:
     per_layers: Axes = None
     per_layer_vocab: Axes = "tp"
     per_layer_columns: Axes = ("fsdp", "ep")
+    mtp_inputs: Axes = None
     one: Axes = None
     router: Axes = None
     experts: Axes = "ep"

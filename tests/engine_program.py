@@ -15,9 +15,13 @@ from areax.rollout.servers.engine_mesh import EngineMesh
 
 def over_devices(case, mesh, draft):
     """An engine whose caches do not hold what its requests need."""
-    from test_rollout_engine_mesh import engine_of  # computes, so the job must have been joined
+    import test_rollout_engine_mesh as plain  # these compute, so the job must have been joined
+    import test_rollout_engine_programs_mtp_drafts as predicting
 
-    return engine_of(case, EngineMesh(**json.loads(mesh)), 0.4, int(draft))
+    split = EngineMesh(**json.loads(mesh))
+    if case == "glm4_moe":
+        return predicting.engine_of(case, 0.4, draft=int(draft), mesh=split)
+    return plain.engine_of(case, split, 0.4, int(draft))
 
 
 def generate(engine, case):

@@ -111,7 +111,7 @@ class Later:
 @contextlib.contextmanager
 def embedded(path, *, environment=None, **options):
     """Runs `server.serve` in its own process, on a free port; `options` are the engine's and others of it."""
-    of_engine = {name: options.pop(name) for name in ("slots", "context") if name in options}
+    of_engine = {name: options.pop(name) for name in ("slots", "context", "draft") if name in options}
     process = subprocess.Popen(
         [sys.executable, "-c", EMBEDDED, json.dumps([str(path), of_engine, {"port": 0, **options}])],
         stdout=subprocess.PIPE,

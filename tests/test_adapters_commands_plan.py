@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_families
 
 from areax import models
 from areax.adapters import cli
 from areax.adapters.commands import suggest
 from areax.adapters.launch import devices as launch_devices
 from areax.core import param
+from areax.models import mtp
 from areax.parallel.planner.chips import CHIPS
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
@@ -82,6 +84,22 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
         json.loads(run(capsys, "grpo", *options, "--rows", 8, "--sample-tokens", n, "--json")) for n in (64, 32)
     )
     assert half["microbatches"] == whole["microbatches"] / 2 == 1
+
+
+def test_a_servers_layer_for_multi_token_prediction_is_counted(capsys, tmp_path):
+    """Its weights twice, with those of the next version, and its keys and values; with drafts only."""
+    config = tiny_families.config("glm4_moe", num_nextn_predict_layers=1, torch_dtype="bfloat16")
+    (tmp_path / "config.json").write_text(config.source)
+    options = ["--model", tmp_path, "--length", 64, "--groups", 4, "--group-size", 4]
+    plain, with_it = (
+        {name: figure["value"] for name, figure in json.loads(run(capsys, *words))["figures"].items()}
+        for words in (("grpo", *options, "--serve.draft", n, "--json") for n in (1, 4))
+    )
+    more = {name: with_it[name] - plain[name] for name in plain}
+    own = 2 * param.count(mtp.table(config)) + 2 * config.experts  # the bias of the router is in fp32
+    assert more["server_weights_bytes"] == more["chip_weights_bytes"] == own
+    assert more["cache_bytes_per_token"] == plain["cache_bytes_per_token"] / config.layers
+    assert more["server_bytes"] == 2 * own + more["chip_cache_bytes"]
 
 
 # Config.json as published, in bfloat16; billions of weights, and of those that a token uses, as published.

@@ -252,7 +252,7 @@ def test_layers_without_states_neither_take_memory_nor_keep_prompts_from_being_r
 
     def sizes(config):
         kinds = paging.kinds(config.records, 64, 16, 4)
-        made = pool.empty(config, kinds, [3] * len(kinds), 2, 16, np.float32)
+        made = pool.empty(config.records, kinds, [3] * len(kinds), 2, 16, np.float32)
         return [sum(x.size for x in jax.tree.leaves(layer)) for layer in made]
 
     mamba, page = 6 * 7 * 5 + (42 + 15 + 15) * 3, 2 * 2 * 6 * 16

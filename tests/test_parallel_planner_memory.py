@@ -202,7 +202,7 @@ def test_a_servers_bytes_are_those_of_the_engine(family, context, slots=3):
     C = paging.default_page(context)
     kinds = paging.kinds(config.records, context, C, 2)
     counts = paging.counts(kinds, slots, context, C, paging.STEPS, None)
-    held = jax.eval_shape(lambda: pool.empty(config, kinds, counts, slots, C, jnp.bfloat16))
+    held = jax.eval_shape(lambda: pool.empty(config.records, kinds, counts, slots, C, jnp.bfloat16))
     assert paging.size_of(kinds, counts, slots) == size(held)
     cache, state = layer.cached_bytes(config.records, 2)
     assert sum(kind.bytes for kind in kinds if not kind.states) == C * cache

@@ -272,10 +272,10 @@ def test_a_step_updates_pages_in_place(draft):
     held, slots = engine._slots.device.held, engine._slots
     compiled = decode.decode.lower(
         slots.device.weights, held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots.device.tables,
-        slots.device.no_mask_SM, slots.device.histories, config=slots.config, of_layer=slots.device.of_layer, steps=4,
+        slots.device.no_mask_SM, slots.device.known, config=slots.config, of_layer=slots.device.of_layer, steps=4,
         width=draft,
     ).compile()  # fmt: skip
-    size = sum(x.nbytes for x in jax.tree.leaves((held, slots.device.tables, slots.device.histories)))
+    size = sum(x.nbytes for x in jax.tree.leaves((held, slots.device.tables, slots.device.known)))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     assert compiled.memory_analysis().temp_size_in_bytes < (size / 4 if draft == 1 else size)  # histories are searched
 

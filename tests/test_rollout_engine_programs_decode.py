@@ -265,7 +265,7 @@ def test_samples_do_not_depend_on_neighbours(served):
 def test_latent_attention_caches_one_vector_for_all_heads():
     config, _ = model("deepseek_v3")
     kinds = paging.kinds(config.records, 64, 16, 4)
-    for keys, values in pool.empty(config, kinds, [5], 2, 16, jnp.float32):
+    for keys, values in pool.empty(config.records, kinds, [5], 2, 16, jnp.float32):
         assert (keys.shape, values.shape) == ((6, 1, 18 + 6, 16), (6, 1, 16, 18))
 
 
@@ -275,7 +275,7 @@ def test_the_size_of_caches_is_known_before_they_are_made(case):
     config, _ = model(case)
     kinds = paging.kinds(config.records, 128, 16, 2)
     counts = paging.counts(kinds, 3, 128, 16, 4, None)
-    made = jax.tree.leaves(pool.empty(config, kinds, counts, 3, 16, jnp.bfloat16))
+    made = jax.tree.leaves(pool.empty(config.records, kinds, counts, 3, 16, jnp.bfloat16))
     assert paging.size_of(kinds, counts, 3) == sum(x.nbytes for x in made)
 
 

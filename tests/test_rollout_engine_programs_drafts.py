@@ -34,11 +34,11 @@ def counts(engine):
 
 def spoil(engine):
     """Replaces a third of the tokens in all histories, so that drafts are accepted in part."""
-    rng, histories = np.random.default_rng(0), engine._slots.device.histories
+    rng, histories = np.random.default_rng(0), engine._slots.device.known
     token_SL = np.asarray(histories.token_SL)
     other_SL = rng.integers(0, TINY["vocab_size"], token_SL.shape)
     token_SL = np.where(rng.random(token_SL.shape) < 1 / 3, other_SL, token_SL).astype(np.int32)
-    engine._slots.device.histories = dataclasses.replace(
+    engine._slots.device.known = dataclasses.replace(
         histories, token_SL=jax.device_put(token_SL, histories.token_SL.sharding)
     )
 
@@ -112,7 +112,7 @@ def test_options_hold_with_drafts(engine):
         [first] = plain.generate(options(0)[:1])
         asked = options(first.tokens[10])
         wanted = plain.generate(asked)
-        assert plain._slots.device.histories is None and counts(plain)[0] == 0
+        assert plain._slots.device.known is None and counts(plain)[0] == 0
     alone = []
     for one in asked:
         engine.flush()

@@ -15,7 +15,7 @@ from ...core import losses, packing, param
 from ...core.balance import Balance
 from ...core.distill import Taught
 from ...core.optim import Optimizer
-from ...models import layer, lora, paging
+from ...models import layer, lora, mtp, paging
 from ...models.layers import recurrence
 from ...parallel import mesh as meshes
 from ...parallel.planner import generation as generations
@@ -247,8 +247,10 @@ def _generation(
         size, of_cache = own.itemsize, paging.kv_dtype(own, engine.kv_cache_dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=False)
     slots = capacity = held = 0
+    predictor: list[param.Leaf] = []
     if engine:
         slots, cache, state, capacity, held = _server_cache(config, settings, platform, of_cache)
+        predictor = param.leaf_list(mtp.table(settings)) if _predicts(config, settings) else []
     # "no": of a host with enough devices servers take those behind the trainer's (`launch.devices.of_own_servers`)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
@@ -258,12 +260,17 @@ def _generation(
         itemsize=size, cache=cache, state=state, devices=rollout_chips,
         steps=config.minibatches * getattr(config, "epochs", 1), ahead=config.eta, embedded=engine is not None,
         split=split, shares=shares, count=engine.count if engine else 1,
-        capacity=capacity * split.dp, held=held,
+        capacity=capacity * split.dp, held=held, predictor=predictor,
     )  # fmt: skip
 
 
 def _chips(count: int) -> str:
     return "one chip" if count == 1 else f"{count} chips"
+
+
+def _predicts(config, settings) -> bool:
+    """Whether a server that the recipe starts makes drafts by multi-token prediction."""
+    return config.serve.draft > 1 and mtp.stated(settings)
 
 
 def _server_cache(config, settings, platform: str, itemsize: int) -> tuple[int, int, int, int, int]:
@@ -273,7 +280,8 @@ def _server_cache(config, settings, platform: str, itemsize: int) -> tuple[int, 
     paging.check_draft("plan: --serve.draft", config.serve.draft, context)
     slots = config.serve.slots or paging.default_slots(platform, context)
     page = paging.default_page(context)
-    kinds = paging.kinds(settings.records, context, page, itemsize, config.serve.mesh.tp)
+    records = mtp.records(settings, _predicts(config, settings))
+    kinds = paging.kinds(records, context, page, itemsize, config.serve.mesh.tp)
     memory = config.serve.memory * 1e9 or None
     try:
         counts = paging.counts(kinds, slots, context, page, paging.STEPS * config.serve.draft, memory)

@@ -3,9 +3,11 @@
 import bisect
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ...core.param import Leaf
 from ..mesh import Layout
 from . import flops
 from .chips import Chip
@@ -33,6 +35,7 @@ class Generation:
       split: how each of them is split over chips: replicas over dp, all but experts copied over ep.
       count: how many it starts.
       capacity, held: tokens that fit into such a server's caches, and the bytes of these on each chip.
+      predictor: weights of its layer for multi-token prediction.
       shares: whether a server is on the trainer's first device: "no", each has devices of its own; "always", with its
         weights and cache; or in "turns": it releases both while the trainer updates, which keeps weights and optimiser
         state meanwhile.
@@ -53,12 +56,13 @@ class Generation:
     count: int = 1
     capacity: int = 0
     held: int = 0
+    predictor: Sequence[Leaf] = ()
     shares: Shares = "no"
 
 
-def weights_bytes(job: Job, itemsize: int, split: Layout = ONE) -> int:
+def weights_bytes(job: Job, itemsize: int, split: Layout = ONE, predictor: Sequence[Leaf] = ()) -> int:
     """Bytes of a server's weights, with an output head of its own, on each chip of this layout."""
-    own = [job.top["embed"]] if job.tied else []
+    own = [*predictor, *([job.top["embed"]] if job.tied else [])]
     return sum(stored(leaf, itemsize, split) for leaf in [*job.leaves, *own] if leaf.path != "score")
 
 
@@ -72,7 +76,7 @@ def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
     there is, a cache for one sequence."""
     if g.embedded:
         versions = 1 if g.shares == "turns" else 2
-        return versions * weights_bytes(job, g.itemsize, g.split) + g.held
+        return versions * weights_bytes(job, g.itemsize, g.split, g.predictor) + g.held
     held = weights_bytes(job, g.itemsize) + (g.prompt + g.new) * g.cache + g.state
     return held / chips_per_server(job, chip, g.itemsize)
 
@@ -120,7 +124,7 @@ def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rat
     """The speed of one server with so many sequences, of which the chosen experts are read."""
     devices = g.split.devices if g.embedded else chips_per_server(job, chip, g.itemsize)  # `Plan.fits` says if it fits
     alike = 1 if g.embedded else devices  # chips that share what is counted here as a whole
-    weights, bandwidth = weights_bytes(job, g.itemsize, g.split), alike * STREAM * chip.bandwidth
+    weights, bandwidth = weights_bytes(job, g.itemsize, g.split, g.predictor), alike * STREAM * chip.bandwidth
     sequence, room = (g.prompt + g.new) * g.cache + g.state, devices * USABLE * chip.memory - weights
     most: float
     tokens: float
@@ -187,11 +191,11 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     else:
         counts, enough = range(1, g.samples + 1), max(train_s, 2 * least)
         servers = counts[bisect.bisect_left(counts, True, key=lambda n: seconds(n) <= enough)]
-    own = weights_bytes(job, g.itemsize, g.split) if g.embedded else 0
+    own = weights_bytes(job, g.itemsize, g.split, g.predictor) if g.embedded else 0
     each = ", on each chip" if g.embedded and speed.devices > 1 else ""
     of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
     return [
-        of("server_weights_bytes", weights_bytes(job, g.itemsize), "exact", "weights on a server"),
+        of("server_weights_bytes", weights_bytes(job, g.itemsize, ONE, g.predictor), "exact", "weights on a server"),
         of("cache_bytes_per_token", g.cache, "exact", f"KV cache per token{each}"),
         of("state_bytes", g.state, "exact", f"states of recurrent layers per sequence{each}"),
         of("server_devices", speed.devices, "estimate", "chips per server"),

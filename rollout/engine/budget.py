@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import paging
+from ...models import mtp, paging
 from ...models.paging import Kind
 from ...parallel import rules
 from ...parallel.multihost import processes
@@ -30,16 +30,19 @@ def pages(config, params, options: Options, on: jax.sharding.Mesh) -> tuple[list
     Raises:
       ValueError: the memory does not suffice for one sequence.
     """
-    table, dtype, slots = models.table(config), np.dtype(params["embed"].dtype), options.slots
+    dtype, slots, predicts = np.dtype(params["embed"].dtype), options.slots, options.draft > 1 and "mtp" in params
     itemsize = paging.kv_dtype(dtype, options.kv_cache_dtype).itemsize
-    kinds = paging.kinds(config.records, options.context, options.page, itemsize, on.shape.get("tp", 1))
+    records = mtp.records(config, predicts)
+    kinds = paging.kinds(records, options.context, options.page, itemsize, on.shape.get("tp", 1))
     ahead = options.steps * options.draft
     counts = functools.partial(paging.counts, kinds, slots, options.context, options.page, ahead)
     if options.memory:
         return kinds, counts(round(options.memory * 1e9))  # so that bytes / 1e9 are again these bytes
     own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
-    split = rules.of_params(table, on, rules.GENERATING)
-    weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
+    weights = 0
+    for table in (models.table(config), *([mtp.table(config)] if predicts else [])):
+        split = rules.of_params(table, on, rules.GENERATING)
+        weights += sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
     drafted = slots * options.draft if options.draft > 1 else 0
     states = drafted * sum(kind.bytes for kind in kinds if kind.states)  # after each draft
     device = memory.of_devices([on.local_devices[0]])

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ... import models
-from ...models import paging
+from ...models import mtp, paging
 from ...models.paging import Kind
 from ...parallel import transfer, turns
 from ...parallel.multihost import lockstep, processes
@@ -25,7 +25,7 @@ from . import grammar
 from .adapters import Adapters, Factors
 from .options import Options
 from .programs import decode as decoding
-from .programs import drafts, penalties, pool, staging
+from .programs import drafts, mtp_drafts, penalties, pool, staging
 from .programs import prefill as prompts
 
 OPERATIONS = (
@@ -46,16 +46,23 @@ class DeviceState:
       held: the memory of all layers, see `pool`; None while it is released.
       adapters: the loaded adapters.
       of_layer: the kind of each layer's pages.
-      tables, histories: see `penalties` and `drafts`; no histories without drafts.
+      tables: see `penalties`.
+      known: what drafts are made of, see `decode`; None without drafts.
     """
 
     def __init__(
-        self, config, dtype, mesh: jax.sharding.Mesh, kinds: Sequence[Kind], counts: Sequence[int], options: Options
-    ):
+        self, config, dtype, mesh: jax.sharding.Mesh, kinds: Sequence[Kind], counts: Sequence[int], options: Options,
+        predicts: bool = False,
+    ):  # fmt: skip
+        """
+        Args:
+          predicts: drafts are made by the model's layer for multi-token prediction.
+        """
         self.mesh, self.several = mesh, mesh.is_multi_process
-        self._config, self._dtype = config, dtype
-        self._size = kinds, counts, options.slots, options.page
-        self.of_layer = paging.of_layers(kinds, config.records)
+        self._config, self._dtype, self._predicts = config, dtype, predicts
+        records = mtp.records(config, predicts)
+        self._size = records, kinds, counts, options.slots, options.page
+        self.of_layer = paging.of_layers(kinds, records)
         self._states = frozenset(i for kind in kinds if kind.states for i in kind.layers)
         self._fused = {"steps": options.steps, "width": options.draft}
         self.operations: dict[str, Callable] = {
@@ -68,10 +75,14 @@ class DeviceState:
         self.adapters = Adapters(mesh)
         self._hidden_RTD: Any = None  # of the last chunks of prompts, for `scores`
         self._saved: dict[int, list] = {}
+        self._predictor: Any = None  # in host memory, while weights are released
         with jax.set_mesh(mesh):
             self.tables = penalties.empty(options.slots, config.vocab)
             self.no_mask_SM = grammar.empty(options.slots, config.vocab)
-            self.histories: Any = drafts.empty(options.slots, options.context) if options.draft > 1 else None
+            self.known: Any = None
+            if options.draft > 1:
+                of_texts = lambda: drafts.empty(options.slots, options.context)
+                self.known = mtp_drafts.empty(options.slots, options.draft) if predicts else of_texts()
         self._run_here("empty")
 
     # How operations run.
@@ -109,15 +120,23 @@ class DeviceState:
 
     def stage(self, params) -> Any:
         """Copies weights to the devices, next to the ones in use; any thread may call it, in each process by itself."""
-        table = models.table(self._config)
-        if self.several:
-            return staging.stage(params, table, self.mesh)
-        with jax.set_mesh(self.mesh):
-            return staging.stage(params, table, self.mesh)
+        with contextlib.nullcontext() if self.several else jax.set_mesh(self.mesh):
+            made = staging.stage(params, models.table(self._config), self.mesh)
+            if "mtp" in params:
+                [made["mtp"]] = staging.layers(params["mtp"], mtp.table(self._config), self.mesh)
+            return made
 
     def swap(self) -> None:
-        """Takes the staged weights into use."""
-        self.weights, self.staged = self.staged, None
+        """Takes the staged weights into use. Without a layer for multi-token prediction, the current one stays."""
+        if self._predicts and "mtp" not in self.staged:
+            self.staged = {**self.staged, "mtp": self.weights["mtp"] if self.weights else self._predictor_again()}
+        self.weights, self.staged, self._predictor = self.staged, None, None
+
+    def _predictor_again(self):
+        """The layer for multi-token prediction on the devices, from host memory."""
+        kept, shardings = self._predictor
+        put = lambda x, sharding: x if isinstance(x, jax.Array) else jax.device_put(x, sharding)
+        return jax.tree.map(put, transfer.to_devices(kept), shardings)
 
     def drop_staged(self) -> None:
         """Forgets staged weights."""
@@ -142,7 +161,11 @@ class DeviceState:
         return sum(self.mesh.size * own(x) for x in jax.tree.leaves((self.weights, self.held)))
 
     def release(self, weights: bool, caches: bool) -> None:
-        """Frees memory at once, while nothing runs, even if something else refers to it."""
+        """Frees memory at once, while nothing runs, even if something else refers to it. The layer for multi-token
+        prediction moves to host memory, as the next weights may come without one."""
+        if weights and self._predicts and self.weights:
+            found = self.weights["mtp"]
+            self._predictor = transfer.to_host(found), jax.tree.map(lambda x: x.sharding, found)
         for x in jax.tree.leaves((self.weights if weights else None, self.held if caches else None)):
             x.delete()
         if weights:
@@ -152,7 +175,7 @@ class DeviceState:
 
     def empty(self) -> None:
         """Makes empty caches."""
-        self.held = pool.empty(self._config, *self._size, self._dtype)
+        self.held = pool.empty(*self._size, self._dtype)
 
     def wipe(self, counts: Sequence[int]) -> None:
         """Zeroes the first pages, as many of each kind, and all states, as `pool.wipe`."""
@@ -181,7 +204,7 @@ class DeviceState:
     # Generation.
 
     def prefill(
-        self, token_RT, start_R, length_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool
+        self, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool
     ) -> np.ndarray | None:
         """Computes chunks of prompts, as `prefill.prefill`.
 
@@ -190,7 +213,7 @@ class DeviceState:
           routed: return the experts of the tokens.
         """
         self.held, hidden_RTD, routed_RTLK = prompts.prefill(
-            self._with_adapters(), self.held, token_RT, start_R, length_R, adapter_R, slot_R, table_KRX,
+            self._with_adapters(), self.held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX,
             config=self._config, of_layer=self.of_layer,
         )  # fmt: skip
         self._hidden_RTD = hidden_RTD if scored else None
@@ -212,8 +235,8 @@ class DeviceState:
           mask_SM: None = no slot has a grammar.
         """
         mask_SM = self.no_mask_SM if mask_SM is None else mask_SM
-        self.held, self.tables, self.histories, out, position_S = decoding.decode(
-            self._with_adapters(), self.held, state_SW, table_KSX, free, self.tables, mask_SM, self.histories,
+        self.held, self.tables, self.known, out, position_S = decoding.decode(
+            self._with_adapters(), self.held, state_SW, table_KSX, free, self.tables, mask_SM, self.known,
             config=self._config, of_layer=self.of_layer, **self._fused,
         )  # fmt: skip
         return {name: np.asarray(out[name]) for name in names}, np.asarray(position_S)
@@ -223,5 +246,8 @@ class DeviceState:
         self.tables = penalties.rewritten(self.tables, slot, tokens, biases)
 
     def remember(self, slot: int, prompt: Sequence[int], done: Sequence[int]) -> None:
-        """As `drafts.rewritten`."""
-        self.histories = drafts.rewritten(self.histories, slot, prompt, done)
+        """As `drafts.rewritten`; or forgets the drafts of the slot's last request."""
+        if self._predicts:
+            self.known = mtp_drafts.forgotten(self.known, slot)
+        else:
+            self.known = drafts.rewritten(self.known, slot, prompt, done)

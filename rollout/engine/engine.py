@@ -64,7 +64,8 @@ class Engine:
     ):
         """
         Args:
-          params: the model's parameter tree; copied, so the caller may donate its own.
+          params: the model's parameter tree; copied, so the caller may donate its own. With the layer for multi-token
+            prediction (`models.mtp.table`) as "mtp", drafts are made by it.
           devices: as many as the mesh has; none = the first of this process.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
@@ -191,7 +192,8 @@ class Engine:
         """Prepares new weights for `swap`, next to the current ones, while requests continue.
 
         Args:
-          params: the model's parameter tree: arrays, or the leaves of `hf.mapped`.
+          params: the model's parameter tree: arrays, or the leaves of `hf.mapped`. The layer for multi-token prediction
+            stays as it is if there is no "mtp".
 
         Raises:
           ValueError: parameters of another shape or dtype.
@@ -292,6 +294,11 @@ class Engine:
         """The weights in use, as `stage` returned them; None once they are released."""
         return self.device.weights
 
+    @property
+    def draft_from(self) -> str | None:
+        """What drafts are made by: "mtp", the model's layer for multi-token prediction, or "text"; None = no drafts."""
+        return None if self.options.draft == 1 else "mtp" if self._slots.predicts else "text"
+
     def check_memory(self) -> None:
         """Raises ValueError if the memory for weights is released."""
         if "weights" in self.released:
@@ -371,6 +378,7 @@ class Engine:
             "slots": self.slots,
             "context": self.context,
             "draft": self.options.draft,
+            "draft_from": self.draft_from,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
             "capacity": self._slots.cache.capacity,

@@ -76,6 +76,11 @@ class Live:
         what is saved."""
         return (*self.request.prompt, *self.progress.tokens)[: self.length]
 
+    def token(self, i: int) -> int:
+        """Token i of its prompt and answer."""
+        prompt = self.request.prompt
+        return prompt[i] if i < len(prompt) else self.progress.tokens[i - len(prompt)]
+
     @property
     def scored(self) -> bool:
         """Whether log-probabilities of its prompt are needed, which are known only while it is computed."""

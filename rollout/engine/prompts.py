@@ -261,17 +261,17 @@ class Prompts:
     def _compute(self, chunks: Sequence[Chunk], R: int, T: int) -> None:
         cache = self._cache
         token_RT = np.zeros((R, T), np.int32)
-        start_R, length_R, adapter_R = np.zeros((3, R), np.int32)
+        next_R, start_R, length_R, adapter_R = np.zeros((4, R), np.int32)
         slot_R = np.full(R, cache.slots, np.int32)
         table_KRX = np.zeros((len(cache.kinds), R, cache.table_KSX.shape[2]), np.int32)
         for i, chunk in enumerate(chunks):
             length_R[i], start_R[i], slot_R[i] = chunk.end - chunk.start, chunk.start, chunk.live.seat
-            token_RT[i, : length_R[i]] = chunk.tokens
+            token_RT[i, : length_R[i]], next_R[i] = chunk.tokens, chunk.live.token(chunk.end)
             adapter_R[i] = chunk.live.adapter.index if chunk.live.adapter else 0
             table_KRX[:, i] = cache.table_KSX[:, chunk.live.seat]
         scored, routed = (any(getattr(chunk.live, name) for chunk in chunks) for name in ("scored", "routed"))
         routed_RTLK = self._device.run(
-            "prefill", token_RT, start_R, length_R, adapter_R, slot_R, table_KRX, scored, routed
+            "prefill", token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored, routed
         )
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += int(length_R.sum())

@@ -260,6 +260,10 @@ class Replicas:
         """As `Engine.weights`, of all engines."""
         return [engine.weights for engine in self._engines] if self.loaded else None
 
+    @property
+    def draft_from(self) -> str | None:
+        return self._engines[0].draft_from
+
     def check_memory(self) -> None:
         """As `Engine.check_memory`; all engines release their memory together."""
         self._engines[0].check_memory()

@@ -27,6 +27,7 @@ from .routes.service import Service
 OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
     "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
 }  # fmt: skip
+MADE_BY = {"mtp": "drafts by multi-token prediction", "text": "drafts from texts"}
 
 
 def serve(
@@ -71,6 +72,8 @@ def serve(
             return
         url = http_process.address((host, sock.getsockname()[1]))
         ready = f"{url} serves {engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
+        if engine.draft_from:
+            ready += f", {MADE_BY[engine.draft_from]}"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         with hosts.serving(engine):
@@ -92,7 +95,8 @@ def benchmark(path: str, options: EngineOptions, *, dtype: str) -> None:
             prompt, answer = bench.lengths(engine.context, options.draft)
             print(
                 f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, "
-                f"{known_dtype(dtype)}, {options.mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})",
+                f"{known_dtype(dtype)}, {options.mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})"
+                + (f", {MADE_BY[engine.draft_from]}" if engine.draft_from else ""),
                 flush=True,
             )
             for line in bench.table(bench.measure(engine)):
@@ -130,13 +134,17 @@ def prepare(
     path: str, options: EngineOptions, config, params, checksums: dict[str, str], *, dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
-    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
+    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one, and
+    with drafts by its layer for multi-token prediction."""
     tokenizer, decode, grammars = None, None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
         tokenizer = tokenizers.load(path)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
     options = replace(options, context=min(options.context, config.context))
+    if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
+        params = {**params, "mtp": predictor}
+    processes.same("layer for multi-token prediction", "mtp" in params)
     engine = replicas.serving(
         config, params, version=version, decode=decode, grammars=grammars, seed=seed, **vars(options)
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import paging
+from ...models import mtp, paging
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
@@ -67,6 +67,7 @@ class Slots:
       preempted: requests that had to give up their memory since the list was last emptied, the earliest first.
       device: what is on the devices.
       cache: their memory.
+      predicts: drafts are made by the model's layer for multi-token prediction, `params["mtp"]`.
       counts: totals: prefills, prefilled_tokens, dispatches, preemptions, drafted, accepted.
     """
 
@@ -80,8 +81,9 @@ class Slots:
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
         self._dtype = params["embed"].dtype
+        self.predicts = options.draft > 1 and "mtp" in params
         kv_dtype = paging.kv_dtype(self._dtype, options.kv_cache_dtype)
-        self.device = DeviceState(self.config, kv_dtype, on, kinds, counts, options)
+        self.device = DeviceState(self.config, kv_dtype, on, kinds, counts, options, self.predicts)
         self.swap(self.stage(params))
         self.cache = Cache(kinds, counts, self.device, slots=count, context=context, C=options.page)
         self._prompts = Prompts(self.cache, self.device, self._room)
@@ -92,10 +94,16 @@ class Slots:
     def stage(self, params):
         """Prepares weights for `swap`, next to the ones in use.
 
+        Args:
+          params: "mtp", the layer for multi-token prediction, may be missing; it is ignored unless it makes the drafts.
+
         Raises:
           ValueError: they do not match the config, or the dtype of the first ones.
         """
+        params = {name: w for name, w in params.items() if name != "mtp" or self.predicts}
         expected = param.abstract(models.table(self.config), self._dtype)
+        if "mtp" in params:
+            expected["mtp"] = param.abstract(mtp.table(self.config), self._dtype)
         shapes = lambda tree: {
             jax.tree_util.keystr(path, simple=True, separator="."): (tuple(x.shape), jnp.dtype(x.dtype).name)
             for path, x in jax.tree_util.tree_leaves_with_path(tree)

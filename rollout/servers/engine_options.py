@@ -24,7 +24,8 @@ class EngineOptions:
         beside weights. With less, requests wait; no sample changes.
       mesh: how the first devices of this machine are used, or all devices of several processes (docs/serve.md).
       draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
-        are accepted where they equal what is sampled (docs/serve.md); 1 = off.
+        are accepted where they equal what is sampled; they are made by multi-token prediction where the checkpoint has
+        a layer for it, else found in texts (docs/serve.md). 1 = off.
       kv_cache_dtype: dtype of keys and values: auto = that of the weights; float8 (e4m3, of scale 1) takes half of
         bfloat16's memory, and moves log-probabilities away from the trainer's (docs/serve.md).
     """

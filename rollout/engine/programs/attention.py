@@ -11,6 +11,7 @@ from ....models.attention import sinks
 from ....models.attention.pattern import PLAIN, Pattern
 from ....parallel import mesh
 from ....parallel.shard_map import island
+from . import pool
 
 KERNELS = {"gpu": ".attention_gpu", "tpu": ".attention_tpu"}  # imported where they run
 SPLIT = P(None, "tp")  # pages over devices, by heads
@@ -41,6 +42,25 @@ def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N=None, *, pattern:
     heads = P(None, None, "tp")
     specs = heads, (SPLIT, SPLIT), P(), P(), P(), P("tp")
     return island(local, specs, heads)(q_BTNH, pages, table_BX, start_B, active_B, sinks_N)
+
+
+def append(held, i, layer, table_SX, position_S, active_S, q_SQNH, k_SQKH=None, v_SQKV=None, sinks_N=None, latent=None):
+    """Puts keys and values of Q consecutive tokens of each slot, the first at `position`, to the pages of layer i in
+    `held`, and returns `attend`.
+
+    Those of tokens that are not accepted are overwritten by the next step, and seen by no query before.
+    """
+    if latent:
+        q_SQNH, (k_SQKH, v_SQKV) = latent.queries(q_SQNH), latent.cached
+    if layer.source is None:
+        C, position_SQ = held[i][1].shape[2], position_S[:, None] + jnp.arange(q_SQNH.shape[1])[None]
+        # Page 0 takes what is not to be kept: idle slots, and drafts beyond the last token of a sequence.
+        page_SQ = jnp.take_along_axis(table_SX, position_SQ // C, 1, mode="fill", fill_value=0)
+        page_SQ = jnp.where(active_S[:, None], page_SQ, 0)
+        held[i] = pool.write_tokens(held[i], k_SQKH, v_SQKV, page_SQ, position_SQ % C)
+    pages = held[i if layer.source is None else layer.source]
+    out_SQNV = attend(q_SQNH, pages, table_SX, position_S, active_S, sinks_N, pattern=layer.pattern)
+    return latent.outputs(out_SQNV) if latent else out_SQNV
 
 
 def _attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, *, pattern: Pattern):

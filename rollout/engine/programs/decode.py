@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
 from .. import grammar
-from . import attention, drafts, penalties, pool, sampling, states
+from . import attention, drafts, mtp_drafts, penalties, pool, sampling, states
 from .prefill import routed
 from .staging import with_adapters
 
@@ -34,10 +34,10 @@ COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
 @functools.partial(
     jax.jit,
     static_argnames=("config", "of_layer", "steps", "width"),
-    donate_argnames=("held", "tables", "histories"),
+    donate_argnames=("held", "tables", "known"),
 )
 def decode(
-    weights, held, state_SW, table_KSX, free, tables, mask_SM, histories=None, *, config, of_layer, steps: int,
+    weights, held, state_SW, table_KSX, free, tables, mask_SM, known=None, *, config, of_layer, steps: int,
     width: int = 1,
 ):  # fmt: skip
     """Decodes up to `steps` steps of Q = `width` tokens for every active slot; stops early when all are done or `free`
@@ -54,20 +54,22 @@ def decode(
       of_layer: the kind of each layer.
       tables: `penalties.Tables`, donated.
       mask_SM: as in `grammar.masked`.
-      histories: `drafts.Histories`, donated; None if Q is 1.
+      known: what drafts are made of, donated: `drafts.Histories`; the drafts themselves, i32[S, Q - 1], if the weights
+        have a layer to predict them with, "mtp"; None if Q is 1.
 
     Returns:
-      held; tables; histories; {"token": [steps, S, Q], -1 = none, "logp", "top_logp": [steps, S, Q, K], "top_id"}, with
+      held; tables; known; {"token": [steps, S, Q], -1 = none, "logp", "top_logp": [steps, S, Q, K], "top_id"}, with
       experts "routed" [steps, S, Q, layers, top_k] of each input token, if Q > 1 "drafted" [steps, S], the number of
       drafts; position_S.
     """
     S, Q, V = len(state_SW), width, config.vocab
+    predicts = "mtp" in weights
     column = {name: state_SW[:, i] for name, i in COLUMNS.items()}
     real = lambda name: jax.lax.bitcast_convert_type(column[name], jnp.float32)
     seed_S2 = jnp.stack([column["seed_high"], column["seed_low"]], -1).astype(jnp.uint32)
     controls = sampling.Controls(seed_S2, real("temperature"), column["top_k"], real("top_p"), real("min_p"))
     each = lambda x_S: jnp.repeat(x_S, Q, 0)  # rows R of tokens, Q of each slot
-    controls = jax.tree.map(each, controls)
+    own_controls, controls = controls, jax.tree.map(each, controls)
     stop_SE = state_SW[:, len(COLUMNS) :]
     weights = {**weights, "layers": with_adapters(weights, column["adapter"])}
     grammar_S, penalised_S = (column["active"] * column[name] > 0 for name in ("grammar", "penalised"))
@@ -89,14 +91,14 @@ def decode(
         return changed
 
     def one(carry):
-        step, held, tables, histories, token_S, position_S, active_S, out = carry
+        step, held, tables, known, token_S, position_S, active_S, out = carry
         draft_SD = jnp.zeros((S, 0), jnp.int32)
         if Q > 1:
-            draft_SD = drafts.draft(histories, Q - 1)
+            draft_SD = known if predicts else drafts.draft(known, Q - 1)
             draft_SD = jnp.where((active_S & ~grammar_S & ~penalised_S)[:, None], draft_SD, -1)
         token_SQ = jnp.concatenate([token_S[:, None], jnp.maximum(draft_SD, 0)], 1)
         where = position_S, active_S, table_KSX
-        logits_RV, held, after, routed_SQLK = forward(weights, held, token_SQ, *where, config, of_layer)
+        logits_RV, hidden_SQD, held, after, routed_SQLK = forward(weights, held, token_SQ, *where, config, of_layer)
         index_SQ = position_S[:, None] + 1 + jnp.arange(Q)[None]
         banned_SQE = jnp.where((index_SQ < column["least"][:, None])[..., None], stop_SE[:, None], V)
         masked_S = grammar_S & active_S
@@ -121,13 +123,16 @@ def decode(
         out = {name: out[name].at[step].set(made[name]) for name in out}
         held = pool.pinned(states.accepted(held, after, count_S))
         tables = penalties.counted(tables, new_SQ[:, 0], active_S & penalised_S)
-        if Q > 1:
-            histories = drafts.grown(histories, new_SQ, count_S)
+        if predicts:
+            step_SQ = hidden_SQD, new_SQ, count_S, position_S, active_S
+            held, known = mtp_drafts.draft(weights, held, *step_SQ, table_KSX[of_layer[-1]], own_controls, config)
+        elif Q > 1:
+            known = drafts.grown(known, new_SQ, count_S)
         last_S1 = jnp.maximum(count_S - 1, 0)[:, None]
         of_last = lambda x_SQ: jnp.take_along_axis(x_SQ, last_S1, 1)[:, 0]
         token_S = jnp.where(active_S, of_last(new_SQ), token_S)
         position_S = position_S + count_S
-        return step + 1, held, tables, histories, token_S, position_S, active_S & ~of_last(ends_SQ), out
+        return step + 1, held, tables, known, token_S, position_S, active_S & ~of_last(ends_SQ), out
 
     K = min(sampling.TOP, V)
     out = {
@@ -140,37 +145,20 @@ def decode(
         out["routed"] = jnp.zeros((steps, S, Q, len(weights["layers"]), config.top_k), jnp.int32)
     if Q > 1:
         out["drafted"] = jnp.zeros((steps, S), jnp.int32)
-    start = jnp.int32(0), held, tables, histories, column["token"], column["position"], column["active"] > 0, out
-    _, held, tables, histories, _, position_S, _, out = jax.lax.while_loop(going, one, start)
-    return held, tables, histories, *pool.replicated((out, position_S))
+    start = jnp.int32(0), held, tables, known, column["token"], column["position"], column["active"] > 0, out
+    _, held, tables, known, _, position_S, _, out = jax.lax.while_loop(going, one, start)
+    return held, tables, known, *pool.replicated((out, position_S))
 
 
 def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of_layer):
     """One decoding step: (logits f32[S * Q, V] of the token after each of `token`, which are at `position` and behind
-    it; memory with the keys and values of these tokens; {layer: states after each of them, as `states.step`}; their
-    experts [S, Q, layers, top_k] as `routed`).
-
-    Those of tokens that are not accepted are overwritten by the next step, and seen by no query before.
-    """
+    it; their hidden states behind the last norm; memory with the keys and values of these tokens; {layer: states after
+    each of them, as `states.step`}; their experts [S, Q, layers, top_k] as `routed`)."""
     module = models.family(config)
     position_SQ = position_S[:, None] + jnp.arange(token_SQ.shape[1])[None]
     mixer = mixers(config.records, position_SQ)
     x = module.embed(weights, token_SQ, config, weights["embed"].dtype)
     held = list(held)
-
-    def attend(i, layer, q_SQNH, k_SQKH=None, v_SQKV=None, sinks_N=None, latent=None):
-        table_SX = table_KSX[of_layer[i]]
-        if latent:
-            q_SQNH, (k_SQKH, v_SQKV) = latent.queries(q_SQNH), latent.cached
-        if layer.source is None:
-            C = held[i][1].shape[2]
-            # Page 0 takes what is not to be kept: idle slots, and drafts beyond the last token of a sequence.
-            page_SQ = jnp.take_along_axis(table_SX, position_SQ // C, 1, mode="fill", fill_value=0)
-            page_SQ = jnp.where(active_S[:, None], page_SQ, 0)
-            held[i] = pool.write_tokens(held[i], k_SQKH, v_SQKV, page_SQ, position_SQ % C)
-        pages = held[i if layer.source is None else layer.source]
-        out_SQNV = attention.attend(q_SQNH, pages, table_SX, position_S, active_S, sinks_N, pattern=layer.pattern)
-        return latent.outputs(out_SQNV) if latent else out_SQNV
 
     reports, after = [], {}
     own = models.per_layer(module, weights, token_SQ, x, config)
@@ -179,14 +167,14 @@ def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of
         states_after: dict[str, Any] = {}
         w = w | {name: each[i] for name, each in own.items()}
         if isinstance(layer, Attention):
-            mix = mixer(layer, functools.partial(attend, i, layer))
+            table_SX = table_KSX[of_layer[i]]
+            mix = mixer(layer, functools.partial(attention.append, held, i, layer, table_SX, position_S, active_S))
         else:
             mix = states.step(layer, held[i][0] if layer.state else {}, states_after)
         x, report = module.block(x, w, mix, config)
         reports.append(report)
         if states_after:
             after[i] = states_after
-    x = models.last_norm(x, weights, config)
-    x_RD = x.reshape(-1, x.shape[-1])
-    product_RV = jnp.dot(x_RD, weights["head"].weight, preferred_element_type=jnp.float32)
-    return models.logits(product_RV, config), held, after, routed(reports)
+    hidden_SQD = models.last_norm(x, weights, config)
+    logits_RV = mtp_drafts.logits(weights, hidden_SQD, config)
+    return logits_RV, hidden_SQD, held, after, routed(reports)

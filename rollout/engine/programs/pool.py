@@ -17,13 +17,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ....models import paging
-from ....models.layer import Recurrent
+from ....models.layer import Layer, Recurrent
 from ....models.paging import Kind
 from ....parallel import mesh
 
 
-def empty(config, kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: int, dtype) -> list[Any]:
-    """Memory of all layers, for so many pages of each kind."""
+def empty(
+    records: Sequence[Layer], kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: int, dtype
+) -> list[Any]:
+    """Memory of layers with these records, for so many pages of each kind."""
 
     def one(i, layer, kind):
         if isinstance(layer, Recurrent):
@@ -35,8 +37,8 @@ def empty(config, kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: i
         K, n = paging.heads(K, mesh.size("tp")), counts[kind] + 1
         return jnp.zeros((n, K, H, C), dtype), jnp.zeros((n, K, C, V), dtype)
 
-    of_layer = paging.of_layers(kinds, config.records)
-    make = lambda: [one(i, layer, of_layer[i]) for i, layer in enumerate(config.records)]
+    of_layer = paging.of_layers(kinds, records)
+    make = lambda: [one(i, layer, of_layer[i]) for i, layer in enumerate(records)]
     if mesh.one_device():
         return make()
     where = lambda x: NamedSharding(jax.sharding.get_mesh(), sharding(x))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core import logprobs
+from ....models import mtp
 from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
 from . import attention, pool, states
@@ -26,7 +27,9 @@ def rows(width: int, most: int | None) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "of_layer"), donate_argnames=("held",))
-def prefill(weights, held, token_RT, start_R, length_R, adapter_R, slot_R, table_KRX, *, config, of_layer):
+def prefill(
+    weights, held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, *, config, of_layer
+):  # fmt: skip
     """Computes R chunks of sequences, each with its adapter, and writes them to their pages. Chunks of one sequence may
     stand together, unless the model has recurrent layers.
 
@@ -36,6 +39,7 @@ def prefill(weights, held, token_RT, start_R, length_R, adapter_R, slot_R, table
 
     Args:
       held: the memory of all layers, see `pool`.
+      next_R: the token after each chunk, which multi-token prediction reads (`mtp_drafts`).
       slot_R: where states are kept between chunks.
       table_KRX: for each kind of layers, the pages of each row's sequence.
       of_layer: the kind of each layer.
@@ -79,7 +83,14 @@ def prefill(weights, held, token_RT, start_R, length_R, adapter_R, slot_R, table
         if after:
             now, kept = held[i]
             held[i] = {name: now[name].at[slot_R].set(after[name], mode="drop") for name in now}, kept
-    return pool.pinned(held), models.last_norm(x, weights, config), pool.replicated(routed(reports))
+    hidden_RTD = models.last_norm(x, weights, config)
+    if "mtp" in weights:  # of which all but the keys and values is unused, and not computed
+        last_RT = jnp.arange(T)[None] == length_R[:, None] - 1
+        next_RT = jnp.where(last_RT, next_R[:, None], jnp.roll(token_RT, -1, 1))
+        record = mtp.record(config)
+        mix = mixer(record, functools.partial(attend, len(config.records), record))
+        mtp.forward(weights, weights["mtp"], hidden_RTD, next_RT, mix, config)
+    return pool.pinned(held), hidden_RTD, pool.replicated(routed(reports))
 
 
 def _begun(state_R, start_R):

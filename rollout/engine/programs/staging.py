@@ -23,40 +23,48 @@ def stage(params, table: param.Table, mesh):
     spans processes they must be in host memory, and each process copies its parts, whatever the others do.
     """
     split = rules.of_params(table, mesh, rules.GENERATING)
-
-    def read(w):
-        w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w
-        return w.merged() if isinstance(w, hf.Cast) else w
-
-    def ready(w, sharding, turned=False):
-        spec = (*sharding.spec, *[None] * (w.ndim - len(sharding.spec)))
-        there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
-        if mesh.is_multi_process:
-            return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
-        with turns.taken(mesh):
-            w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
-            return jax.block_until_ready(_copied(there, turned)(w))
-
-    def one(name, w, sharding):
-        turned = w.ndim == 2 and not name.endswith(KEPT)
-        return Transposed(ready(w, sharding, True)) if turned else ready(w, sharding)
-
-    def layers(w, name, sharding):
-        w, of_layer = read(w), NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
-        return [one(name, w[place], of_layer) for place in range(w.shape[0])]
-
-    top = lambda name, turned=False: ready(read(params[name])[()], split[name], turned)
-    stacks = [
-        {name: layers(w, name, split["stacks"][i][name]) for name, w in stack.items()}
-        for i, stack in enumerate(params["stacks"])
-    ]
+    top = lambda name, turned=False: _ready(_read(params[name])[()], split[name], turned)
     return {
         "embed": top("embed"),
         "norm": top("norm"),
         "head": Transposed(top("head" if "head" in params else "embed", True)),
         **{name: top(name) for name in params if name.startswith("per_layer_")},
-        "layers": [{name: each[place] for name, each in stacks[i].items()} for i, place in table.layers],
+        "layers": layers(params, table, mesh),
     }
+
+
+def layers(params, table: param.Table, mesh) -> list[dict]:
+    """`stage` of the layers alone."""
+    split = rules.of_params(table, mesh, rules.GENERATING)
+
+    def one(name, w, sharding):
+        turned = w.ndim == 2 and not name.endswith(KEPT)
+        return Transposed(_ready(w, sharding, True)) if turned else _ready(w, sharding)
+
+    def each(w, name, sharding):
+        w, of_layer = _read(w), NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+        return [one(name, w[place], of_layer) for place in range(w.shape[0])]
+
+    stacks = [
+        {name: each(w, name, split["stacks"][i][name]) for name, w in stack.items()}
+        for i, stack in enumerate(params["stacks"])
+    ]
+    return [{name: each[place] for name, each in stacks[i].items()} for i, place in table.layers]
+
+
+def _read(w):
+    w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w
+    return w.merged() if isinstance(w, hf.Cast) else w
+
+
+def _ready(w, sharding, turned=False):
+    mesh, spec = sharding.mesh, (*sharding.spec, *[None] * (w.ndim - len(sharding.spec)))
+    there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
+    if mesh.is_multi_process:
+        return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
+    with turns.taken(mesh):
+        w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
+        return jax.block_until_ready(_copied(there, turned)(w))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ GAUGES = {
     "num_used_tokens": ("used", "tokens that fit into the pages of running requests"),
     "max_total_num_tokens": ("capacity", "tokens that fit into the cache"),
     "token_usage": ("usage", "the part of the cache that running requests hold"),
+    "drafts_from_mtp": ("predicts", "1 = drafts are made by multi-token prediction, 0 = found in texts, or none"),
 }
 COUNTERS = {  # of requests that have ended
     "prompt_tokens": ("prompt_tokens", "tokens of prompts"),
@@ -50,7 +51,7 @@ class Metrics:
     def collect(self) -> Iterable[Any]:
         """The values of now; called at each scrape."""
         now = self.service.engine.stats()
-        now["usage"] = now["used"] / now["capacity"]
+        now["usage"], now["predicts"] = now["used"] / now["capacity"], int(now["draft_from"] == "mtp")
         named = [self.service.tokenizer_path]
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (source, what) in table.items():

@@ -104,6 +104,8 @@ class Service:
         def stage(config, params):
             self._same_model(config, path)
             self.engine.check_memory()
+            if self.engine.draft_from == "mtp" and (predictor := hf.mapped_mtp(path, config, self.dtype)):
+                params = {**params, "mtp": predictor}
             return self.engine.stage(params)
 
         with readable(path):
