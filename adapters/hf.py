@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -178,13 +178,35 @@ class Mapped:
         """The leaf's entries of one tensor, as stored, or dequantised."""
         return self.part.take(self.tensors[index]) if self.part else self.tensors[index][...]
 
+    def read(self) -> np.ndarray:
+        """All layers, a copy; pages of the files are not kept."""
+        host = np.empty(self.shape, self.dtype)
+        for index, tensor in self.tensors.items():
+            host[index] = self.at(index)
+            safetensors.forget(tensor)
+        return host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """A leaf that `save` reads, by `read() -> array`, when it writes it, and does not keep."""
+
+    read: Callable[[], Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
 
 def mapped(path: str | os.PathLike, dtype="float32"):
     """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
     mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
-    config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
-    config = passed.loaded(config, path)
+    config, params = mapped_tensors(config, stored, str(path), dtype)
+    return passed.loaded(config, path), params, functools.partial(_verified, Path(path), stored)
+
+
+def mapped_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32"):
+    """(config, params) as `mapped`, from tensors by checkpoint key that are read when they are indexed."""
+    config, tree, tensors, keys, _ = _matched(config, tensors, where, ())
 
     def view(leaf):
         held = [tensors[key] for key in keys[leaf.path]]
@@ -194,8 +216,13 @@ def mapped(path: str | os.PathLike, dtype="float32"):
         )
         return lazy if leaf.unstacked_shape else lazy.at(()).astype(wanted, copy=False)
 
-    params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
-    return config, params, functools.partial(_verified, Path(path), stored)
+    return config, jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
+
+
+def loaded_config(path: str | os.PathLike, init_missing: Sequence[str] = ()):
+    """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
+    config, *_ = _matched(read_config(path), safetensors.read(path), str(path), init_missing)
+    return passed.loaded(config, path)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -421,7 +448,7 @@ def _compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray
 
 def save(
     path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None,
-    like: str | os.PathLike | None = None,
+    like: str | os.PathLike | None = None, shard_bytes: int = safetensors.SHARD,
 ) -> Path:  # fmt: skip
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
 
@@ -442,6 +469,7 @@ def save(
       version: policy version, for published weights.
       like: a directory on the same disk that was saved with the same `config.rest`: those files become hard links to
         its files.
+      shard_bytes: as `safetensors.write`.
 
     If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
     writes; the others return before the directory exists.
@@ -459,7 +487,9 @@ def save(
             pass
         return Path(path)
     with replacing(path, _is_checkpoint) as directory:
-        described = safetensors.write(directory, specs, arrays, apart=rest, like=_written(like) if rest else None)
+        described = safetensors.write(
+            directory, specs, arrays, apart=rest, like=_written(like) if rest else None, shard_bytes=shard_bytes
+        )
         passed.copy_files(config, base, directory)
         generation: dict = {}
         if base is not None:
@@ -590,10 +620,12 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's entries of each tensor on the host, in the order of its keys; views if it is already there."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.unstacked_shape))
-    x = param.plain(x)
     if isinstance(x, Mapped):
-        yield from (x.at(index).astype(wanted, copy=False) for index in indices)
+        for index in indices:
+            yield x.at(index).astype(wanted, copy=False)
+            safetensors.forget(x.tensors[index])
         return
+    x = param.plain(x.read() if isinstance(x, Deferred) else x)
     if on_host(x):
         host = np.asarray(x)
         yield from (host[index].astype(wanted, copy=False) for index in indices)

@@ -51,13 +51,14 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
+SHARD = 5 * 10**9  # bytes of a file
 CHECKED = 1 << 16  # numbers checked at a time: each takes memory besides
 
 
 def write(
     directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *,
     apart: Mapping[str, np.ndarray] = MappingProxyType({}), like: tuple[Path, Mapping[str, dict]] | None = None,
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = SHARD,
 ) -> dict[str, dict]:  # fmt: skip
     """Writes tensors to an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
 

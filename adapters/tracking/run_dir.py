@@ -29,7 +29,15 @@ CONFIG, METRICS, SAMPLES, SUMMARY = (
     "samples.jsonl",
     "summary.json",
 )
+STATE = "state"  # the folder of saved states (adapters/orbax.py)
 OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that are not metrics
+
+
+def folder(path) -> pathlib.Path | None:
+    """A run's folder with saved states, given that or the folder of states in it; None if the path is neither."""
+    path = pathlib.Path(path)
+    run = path.absolute().parent if path.name == STATE else path
+    return run if (run / STATE).is_dir() and (run / CONFIG).is_file() else None
 
 
 def plain(value):

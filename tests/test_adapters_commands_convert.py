@@ -1,0 +1,148 @@
+"""`areax convert` of adapters: merged like PEFT, and the closest ones to a difference like a singular value
+decomposition; of torch's distributed checkpoints; what may be chosen of the files."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import tiny_families
+
+from areax import models
+from areax.adapters import hf, peft, safetensors
+from areax.adapters.commands import convert, extract
+from areax.models import lora
+
+
+def saved(path, family="qwen3", std=0.2, dtype=None, seed=0, **options):
+    config = tiny_families.config(family, **options)
+    hf.save(path, config, tiny.weights(models.table(config), std, seed), dtype)
+    return path, config
+
+
+def adapters(path, config, base, rank=3, **spec):
+    spec = lora.Lora(rank, 5.0, **spec)
+    peft.save(path, config, tiny.weights(lora.table(models.table(config), spec), 0.3, seed=1), spec, base=str(base))
+    return path
+
+
+@pytest.mark.parametrize("family, dtype", [("phi3", "float32"), ("qwen3_moe", "bfloat16")])
+def test_merged_adapters_are_those_of_training(family, dtype, tmp_path):
+    base, config = saved(tmp_path / "base", family, dtype=dtype)
+    folder = adapters(tmp_path / "adapter", config, base, rslora=True)
+    report = convert.convert(folder, tmp_path / "merged", merge=True)
+    assert report["family"] == family and report["dtypes"] == [dtype]
+    config, params = hf.load(base, dtype=None)
+    spec, drawn = peft.load(folder, config)
+    hf.save(tmp_path / "wanted", config, lora.merge(params, drawn, spec), base=base)
+    for name in ("model.safetensors", "config.json", "manifest.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+
+
+@pytest.mark.slow  # to import
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")
+def test_merged_adapters_are_those_of_peft(tmp_path):
+    """fp32: up to rounding; bf16, where PEFT rounds the change before it adds it, too: one rounding more."""
+    import peft as theirs
+    import torch
+    import transformers
+
+    for dtype, most in (("float32", 1e-6), ("bfloat16", 2**-7)):
+        base, config = saved(tmp_path / dtype, "qwen2", dtype=dtype)
+        folder = adapters(tmp_path / f"{dtype} adapter", config, base)
+        convert.convert(folder, tmp_path / f"{dtype} merged", merge=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+        wanted = theirs.PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+        for name, x in safetensors.read(tmp_path / f"{dtype} merged").items():
+            y = wanted[name].float().numpy()
+            np.testing.assert_allclose(x.astype(np.float32), y, rtol=0, atol=most * np.abs(y).max())
+
+
+def test_the_base_of_adapters_may_be_named(tmp_path):
+    base, config = saved(tmp_path / "base")
+    folder = adapters(tmp_path / "adapter", config, "")
+    with pytest.raises(ValueError, match="names no base model; name it with --base"):
+        convert.convert(folder, tmp_path / "new", merge=True)
+    with pytest.raises(ValueError, match=r"needs its base model, .*gone \(.*name a copy with --base"):
+        convert.convert(folder, tmp_path / "new", merge=True, base=str(tmp_path / "gone"))
+    wide, _ = saved(tmp_path / "wide", hidden_size=48)
+    with pytest.raises(ValueError, match=r"must be \[48, 3\] by config.json, got \[32, 3\]"):
+        convert.convert(folder, tmp_path / "new", merge=True, base=str(wide))
+    with pytest.raises(ValueError, match="holds adapters; merge them into their base with --merge"):
+        convert.convert(folder, tmp_path / "new")
+    with pytest.raises(ValueError, match=r"--merge needs a folder with adapter_config.json"):
+        convert.convert(base, tmp_path / "new", merge=True)
+    with pytest.raises(ValueError, match="--base is for adapters and runs"):
+        convert.convert(base, tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+    convert.convert(folder, tmp_path / "new", merge=True, base=str(base), shard_size="20kB")
+    assert len([*(tmp_path / "new").glob("*.safetensors")]) > 2
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+def test_extracted_adapters_are_the_truncated_decomposition(family, tmp_path):
+    """numpy's decomposition of each matrix in float64; with the merged ones of rank 3 all but rounding is kept."""
+    base, config = saved(tmp_path / "base", family)
+    tuned, _ = saved(tmp_path / "tuned", family, seed=7)
+    report = convert.convert(tuned, tmp_path / "extracted", extract=2, base=str(base))
+    (_, before), (_, after) = hf.load(base), hf.load(tuned)
+    spec, found = peft.load(tmp_path / "extracted", config)
+    assert (spec.rank, spec.scale) == (2, 1.0) and report["kept_of"].keys() == set(spec.targets)
+    leaves = zip(*map(jax.tree.leaves, (before, after)), strict=True)
+    kept, whole = 0.0, sum(float(np.sum((np.asarray(y, np.float64) - np.asarray(x)) ** 2)) for x, y in leaves)
+    for x, y, pairs in zip(before["stacks"], after["stacks"], found["stacks"], strict=True):
+        for name in spec.targets:
+            if name not in x:
+                continue
+            difference = np.asarray(y[name], np.float64) - np.asarray(x[name])
+            u, s, v = np.linalg.svd(difference)
+            wanted = (u[..., :2] * s[..., None, :2]) @ v[..., :2, :]
+            got = np.matmul(pairs[f"{name}_b"], pairs[f"{name}_a"], dtype=np.float64)
+            np.testing.assert_allclose(got, wanted, atol=1e-6 * np.abs(wanted).max())
+            kept += float(np.sum(s[..., :2] ** 2))
+    np.testing.assert_allclose(report["kept"], kept / whole, rtol=1e-5)
+    assert 0 < report["outside"] < 1 - report["kept"]
+
+
+def test_extracted_adapters_give_back_merged_ones(tmp_path):
+    base, config = saved(tmp_path / "base", "qwen3_moe")
+    convert.convert(adapters(tmp_path / "adapter", config, base), tmp_path / "tuned", merge=True)
+    report = convert.convert(tmp_path / "tuned", tmp_path / "again", extract=4, base=str(base))
+    assert report["kept"] > 1 - 1e-9 and report["outside"] == 0 and report["rank"] == 4
+    convert.convert(tmp_path / "again", tmp_path / "merged", merge=True)
+    for name, x in safetensors.read(tmp_path / "merged").items():
+        np.testing.assert_allclose(x, safetensors.read(tmp_path / "tuned")[name], atol=2e-6)
+
+
+def test_what_cannot_be_extracted_is_refused(tmp_path):
+    base, config = saved(tmp_path / "base")
+    wide, _ = saved(tmp_path / "wide", hidden_size=48)
+    for source, options, said in (
+        (base, dict(base=str(base)), "must differ from its base"),
+        (wide, dict(base=str(base)), r"must have the shapes of its base .*, got embed \(64, 48\) and \(64, 32\)"),
+        (wide, dict(), "--extract needs --base"),
+        (wide, dict(base=str(base), extract=-1), "must be a rank of at least 1, got -1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            convert.convert(source, tmp_path / "new", **{"extract": 2} | options)
+
+
+def test_a_matrix_of_low_rank_has_zeros_beside():
+    rng = np.random.default_rng(0)
+    for shape in ((5, 9), (9, 5)):
+        b, a = extract.truncated(np.zeros(shape), 3)
+        assert b.shape == (shape[0], 3) and a.shape == (3, shape[1]) and not b.any() and not a.any()
+        full = rng.normal(size=shape)
+        b, a = extract.truncated(full, 8)  # more than it has
+        np.testing.assert_allclose(b @ a, full, atol=1e-12)
+        assert not b[:, 5:].any() and not a[5:].any()
+
+
+@pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("20kb", 20_000), ("7B", 7)])
+def test_sizes(text, size):
+    assert convert.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "0GB", "-1GB", "5 XB", "nanGB"])
+def test_bad_sizes(text):
+    with pytest.raises(ValueError, match="--shard-size must be a size such as 5GB or 500MB, got"):
+        convert.parse_size(text)
