@@ -181,6 +181,8 @@ def convert(
     base: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     shard_size: str = "5GB",
+    experts: Literal["apart", "fused"] = "apart",
+    embeddings: Literal["tied", "untied"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Write a checkpoint anew, tensor by tensor and validated: of a checkpoint, a run's saved state, or adapters.
@@ -194,6 +196,9 @@ def convert(
       base: the base of adapters, or the model that a run started from; default: where these say.
       dtype: dtype of the written tensors; default: the source's.
       shard_size: most bytes of a file.
+      experts: a tensor for each expert's matrix, which every reader takes, or one for those of a layer, as transformers
+        5 holds them.
+      embeddings: writes tied embeddings a second time as the output head, or leaves out a head that equals them.
       json_: print a summary as JSON.
     """
     import jax
@@ -207,14 +212,17 @@ def convert(
         if step is not None:
             raise ValueError(f"convert: --step needs a run's directory, got {source}; leave it out")
         report = convert.convert(
-            source, destination, dtype, shard_size=shard_size, merge=merge, extract=extract, base=base
-        )
+            source, destination, dtype, shard_size=shard_size, experts=experts, embeddings=embeddings, merge=merge,
+            extract=extract, base=base,
+        )  # fmt: skip
     else:
         if extract:
             raise ValueError(f"convert: --extract needs a checkpoint, got the run {source}; convert that first")
         from ..recipes.shared import run_export
+        from .commands import files
 
-        report = run_export.convert(run, destination, step, merge=merge, base=base, dtype=dtype, shard_size=shard_size)
+        how = files.Files(dtype, shard_size, experts, embeddings)
+        report = run_export.convert(run, destination, step, merge=merge, base=base, files=how)
     _show(report, json_)
     return 0
 

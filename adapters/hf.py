@@ -170,13 +170,17 @@ class Mapped:
 
     def __getitem__(self, i: int) -> np.ndarray:
         """Layer i, a view of the file if possible."""
-        if (i,) in self.tensors:
-            return self.at((i,)).astype(self.dtype, copy=False)
-        return np.stack([self.at(at) for at in self.tensors if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
+        return self.at((i,)).astype(self.dtype, copy=False)
 
     def at(self, index: tuple[int, ...]) -> np.ndarray:
-        """The leaf's entries of one tensor, as stored, or dequantised."""
+        """The leaf's entries of one tensor, or of all below an index, as stored, or dequantised."""
+        if index not in self.tensors:
+            return np.stack([self.at(at) for at in self.below(index)])
         return self.part.take(self.tensors[index]) if self.part else self.tensors[index][...]
+
+    def below(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The indices of the tensors that begin with an index."""
+        return [at for at in self.tensors if at[: len(index)] == index]
 
     def read(self) -> np.ndarray:
         """All layers, a copy; pages of the files are not kept."""
@@ -297,7 +301,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
     head, embed = wrappers.head(config), f"{prefix}embed_tokens.weight"
     if not wrappers.states_tying(config) and {head, embed} <= tensors.keys():  # as in transformers, files decide
-        config = dataclasses.replace(config, tied=_equal(tensors[head], tensors[embed]))
+        config = dataclasses.replace(config, tied=equal(tensors[head], tensors[embed]))
     table = models.table(config)
     rest = tuple(key for key in tensors if table.leaves_out(key))
     tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}
@@ -449,6 +453,7 @@ def _compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray
 def save(
     path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None,
     like: str | os.PathLike | None = None, shard_bytes: int = safetensors.SHARD,
+    fused_experts: bool = False,
 ) -> Path:  # fmt: skip
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
 
@@ -470,6 +475,8 @@ def save(
       like: a directory on the same disk that was saved with the same `config.rest`: those files become hard links to
         its files.
       shard_bytes: as `safetensors.write`.
+      fused_experts: writes the experts of a layer as `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj`
+        [E, D, F], where the family has a tensor for each expert; transformers 5 and `load` read both.
 
     If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
     writes; the others return before the directory exists.
@@ -481,7 +488,8 @@ def save(
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
     dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
-    specs, arrays = to_tensors(config, params, dtype)
+    table = models.table(config)
+    specs, arrays = tensors_of(_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
     if jax.process_index() > 0:
         for _ in arrays:
             pass
@@ -623,7 +631,8 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     if isinstance(x, Mapped):
         for index in indices:
             yield x.at(index).astype(wanted, copy=False)
-            safetensors.forget(x.tensors[index])
+            for at in [index] if index in x.tensors else x.below(index):
+                safetensors.forget(x.tensors[at])
         return
     x = param.plain(x.read() if isinstance(x, Deferred) else x)
     if on_host(x):
@@ -702,14 +711,15 @@ def read_json(path: Path) -> dict:
 
 
 def _check_tied(name: str, head: np.ndarray, embed: np.ndarray, where: str) -> None:
-    if not _equal(head, embed):
+    if not equal(head, embed):
         raise ValueError(
             f"{where}: tie_word_embeddings is true, but {name} differs from the embeddings; "
             "set it to false in config.json if the model has a separate head"
         )
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+def equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two tensors are equal, bit by bit."""
     return one.dtype == other.dtype and safetensors.digest(one) == safetensors.digest(other)
 
 
@@ -729,6 +739,27 @@ def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) ->
             one = tensor.expert(e, rows) if isinstance(tensor, quantised.Float8) else tensor[e, rows]
             out[f"{stem}.{e}.{part}.weight"] = one
     return out
+
+
+def _fused_experts(table: param.Table) -> param.Table:
+    """The table with the experts of a layer as tensors of all, under their names in transformers' modules: what
+    `_split_experts` takes apart."""
+
+    def one(name: str, p: param.Param, gated: bool) -> param.Param:
+        at, found, _ = p.keys[-1].partition("{expert}.")
+        if not found:
+            return p
+        F = table.dims["expert_ffn"]
+        if gated and name in ("expert_gate", "expert_up"):
+            start = 0 if name == "expert_gate" else F
+            return dataclasses.replace(p, keys=(f"{at}gate_up_proj",), part=Part(2 * F, start, start + F, axis=1))
+        return dataclasses.replace(p, keys=(at + p.keys[-1].partition(found)[2].removesuffix(".weight"),))
+
+    def each(stack: param.Stack) -> param.Stack:
+        gated = "expert_gate" in stack.params
+        return param.Stack(stack.layers, {name: one(name, p, gated) for name, p in stack.params.items()})
+
+    return dataclasses.replace(table, stacks=tuple(map(each, table.stacks)))
 
 
 def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:

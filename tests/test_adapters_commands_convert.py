@@ -1,15 +1,21 @@
 """`areax convert` of adapters: merged like PEFT, and the closest ones to a difference like a singular value
 decomposition; of torch's distributed checkpoints; what may be chosen of the files."""
 
+import json
+import pickle
+
 import jax
 import numpy as np
 import pytest
 import tiny
 import tiny_families
+import torch
+import transformers
+from torch.distributed import checkpoint
 
 from areax import models
 from areax.adapters import hf, peft, safetensors
-from areax.adapters.commands import convert, extract
+from areax.adapters.commands import convert, extract, files
 from areax.models import lora
 
 
@@ -23,6 +29,13 @@ def adapters(path, config, base, rank=3, **spec):
     spec = lora.Lora(rank, 5.0, **spec)
     peft.save(path, config, tiny.weights(lora.table(models.table(config), spec), 0.3, seed=1), spec, base=str(base))
     return path
+
+
+def same(one, other):
+    """Asserts that two folders have the same files."""
+    assert {file.name: file.read_bytes() for file in one.iterdir()} == {
+        file.name: file.read_bytes() for file in other.iterdir()
+    }
 
 
 @pytest.mark.parametrize("family, dtype", [("phi3", "float32"), ("qwen3_moe", "bfloat16")])
@@ -43,8 +56,6 @@ def test_merged_adapters_are_those_of_training(family, dtype, tmp_path):
 def test_merged_adapters_are_those_of_peft(tmp_path):
     """fp32: up to rounding; bf16, where PEFT rounds the change before it adds it, too: one rounding more."""
     import peft as theirs
-    import torch
-    import transformers
 
     for dtype, most in (("float32", 1e-6), ("bfloat16", 2**-7)):
         base, config = saved(tmp_path / dtype, "qwen2", dtype=dtype)
@@ -137,12 +148,89 @@ def test_a_matrix_of_low_rank_has_zeros_beside():
         assert not b[:, 5:].any() and not a[5:].any()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "nemotron_h"])
+def test_experts_may_be_fused(family, tmp_path):
+    """As transformers hold them in memory: it and areax read both, and from either come the same files."""
+    apart, config = saved(tmp_path / "apart", family)
+    report = convert.convert(apart, tmp_path / "fused", experts="fused")
+    stored = safetensors.read(tmp_path / "fused")
+    gated = family != "nemotron_h"
+    name = "experts.gate_up_proj" if gated else "experts.up_proj"
+    first = next(x for key, x in stored.items() if key.endswith(name))
+    assert first.shape[:2] == (config.experts, config.expert_ffn * (1 + gated))
+    assert report["tensors"] == len(stored) < len(safetensors.read(apart))
+    convert.convert(tmp_path / "fused", tmp_path / "again")
+    same(tmp_path / "again", apart)
+    logits = []
+    for path in (apart, tmp_path / "fused"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not any(info.values()), info
+        with torch.no_grad():
+            logits.append(model(torch.arange(9)[None]).logits.numpy())
+    np.testing.assert_array_equal(*logits)
+
+
+def test_embeddings_may_be_untied_and_tied(tmp_path):
+    tied, _ = saved(tmp_path / "tied", "qwen3")
+    convert.convert(tied, tmp_path / "untied", embeddings="untied")
+    stored = safetensors.read(tmp_path / "untied")
+    np.testing.assert_array_equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "untied/config.json").read_text())["tie_word_embeddings"] is False
+    assert hf.load(tmp_path / "untied")[0].tied is False
+    convert.convert(tmp_path / "untied", tmp_path / "again", embeddings="tied")
+    same(tmp_path / "again", tied)
+    other, _ = saved(tmp_path / "other", "qwen3", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="--embeddings tied needs a lm_head.weight that equals the embeddings"):
+        convert.convert(other, tmp_path / "new", embeddings="tied")
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@ALONE
+@pytest.mark.parametrize("prefix, family", [("", "qwen3"), ("model.", "qwen3_moe")])
+def test_a_checkpoint_of_fsdp2_is_converted(prefix, family, tmp_path):
+    """As transformers' module has its tensors, with experts fused, beside an optimiser's; the same files come out."""
+    base, config = saved(tmp_path / "base", family)
+    module = transformers.AutoModelForCausalLM.from_pretrained(base)
+    state = {f"{prefix}{name}": x for name, x in module.state_dict().items()}
+    state["optimizer.state.model.embed_tokens.weight.exp_avg"] = torch.ones(3)
+    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert.convert(tmp_path / "dcp", tmp_path / "converted", base=str(base))
+    same(tmp_path / "converted", base)
+    with pytest.raises(ValueError, match="name that model's folder with --base"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new")
+    wide, _ = saved(tmp_path / "wide", family, hidden_size=48)
+    with pytest.raises(ValueError, match=r"must be \[64, 48\] by config.json, got \[64, 32\]"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(wide))
+    state[f"{prefix}model.norm.weight"][0] = torch.inf
+    checkpoint.save(state, checkpoint_id=tmp_path / "inf", no_dist=True)
+    with pytest.raises(ValueError, match="1 of the 32 numbers of .*model.norm.weight are not finite"):
+        convert.convert(tmp_path / "inf", tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+
+
+@ALONE
+def test_other_distributed_checkpoints_are_refused(tmp_path):
+    """Other names, and an index that would run a program when it is read."""
+    base, _ = saved(tmp_path / "base")
+    checkpoint.save({"decoder.layers.0.weight": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(ValueError, match="must have Hugging Face's names, .* got decoder.layers.0.weight; convert it"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
+    dotted = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x04true\x85R."
+    for index in (b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(print), dotted):
+        (tmp_path / "dcp/.metadata").write_bytes(index)
+        with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got another"):
+            convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("20kb", 20_000), ("7B", 7)])
 def test_sizes(text, size):
-    assert convert.parse_size(text) == size
+    assert files.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "5", "GB", "0GB", "-1GB", "5 XB", "nanGB"])
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match="--shard-size must be a size such as 5GB or 500MB, got"):
-        convert.parse_size(text)
+        files.Files(shard_size=text)

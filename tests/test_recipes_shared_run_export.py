@@ -90,7 +90,7 @@ def test_adapters_are_written_as_such_or_merged(run, tmp_path):
 
 def test_what_cannot_be_written_is_said_in_one_line(place, run, tmp_path, capsys):
     assert "there is no state of step 1; kept are those of 2, 3" in bad(capsys, run, tmp_path / "new", "--step", 1)
-    assert "adapters are written in float32, got --dtype bfloat16" in bad(
+    assert "adapters are written in float32 in one file, got --dtype bfloat16; merge" in bad(
         capsys, run, tmp_path / "new", "--dtype", "bfloat16"
     )
     assert "--step needs a run's directory" in bad(capsys, place / "model", tmp_path / "new", "--step", 1)

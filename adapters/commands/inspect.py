@@ -119,11 +119,11 @@ def _adapters(path: Path, listed: bool) -> dict:
     options = hf.read_json(path / peft.CONFIG)
     stored = safetensors.read(path / peft.WEIGHTS)
     manifest = hf.read_json(path / hf.MANIFEST) if (path / hf.MANIFEST).is_file() else {}
-    base = options.get("base_model_name_or_path")
+    base, names = options.get("base_model_name_or_path"), options.get("target_modules") or []
     report = {
         "kind": "adapters", "path": os.fspath(path), "peft_type": options.get("peft_type"), "rank": options.get("r"),
         "alpha": options.get("lora_alpha"), "rslora": bool(options.get("use_rslora")),
-        "targets": sorted([*(options.get("target_modules") or []), *(options.get("target_parameters") or [])]),
+        "targets": sorted([*([names] if isinstance(names, str) else names), *(options.get("target_parameters") or [])]),
         "base": base, "version": manifest.get("version"), "parameters": sum(x.size for x in stored.values()),
     }  # fmt: skip
     usable = "its base is not here"
@@ -135,15 +135,14 @@ def _adapters(path: Path, listed: bool) -> dict:
 def _run(run: Path) -> dict:
     options = hf.read_json(run / run_dir.CONFIG)
     summary = hf.read_json(run / run_dir.SUMMARY) if (run / run_dir.SUMMARY).is_file() else {}
-    groups = [options, *(group for group in options.values() if isinstance(group, dict))]
-    adapters: dict = next((group["lora"] for group in groups if isinstance(group.get("lora"), dict)), {})
+    adapters = run_dir.option(options, "lora")
+    rank = adapters.get("rank") if isinstance(adapters, dict) else 0
     states = orbax.versions(run / run_dir.STATE)
     newest = orbax.newest(run / run_dir.STATE)
-    cursor = newest[1] if newest else None
-    recipe = ("grpo" if "rollout" in cursor else cursor.get("recipe")) if isinstance(cursor, dict) else None
     return {
-        "kind": "run", "path": os.fspath(run), "recipe": recipe, "model": options.get("model"),
-        "trains": f"adapters of rank {adapters['rank']}" if adapters.get("rank") else "all weights",
+        "kind": "run", "path": os.fspath(run), "recipe": run_dir.recipe(newest and newest[1]),
+        "model": options.get("model"),
+        "trains": f"adapters of rank {rank}" if rank else "all weights",
         "steps": summary.get("steps", states[-1] if states else 0), "complete": bool(summary.get("complete")),
         "states": states, "bytes": sum(file.stat().st_size for file in run.rglob("*") if file.is_file()),
         "exports": [name for name in ("model", "adapter") if (run / name).is_dir()],

@@ -16,15 +16,18 @@ from ...core import param, quantised
 from ...models import lora
 from .. import hf, peft, safetensors
 from ..runtime import hub
+from .files import AS_SOURCE, Files
 
 
-def merge(adapter: str | os.PathLike, destination: str | os.PathLike, base: str | None = None, **written) -> Path:
+def merge(
+    adapter: str | os.PathLike, destination: str | os.PathLike, base: str | None = None, files: Files = AS_SOURCE
+) -> Path:
     """Writes the base of a PEFT folder with its adapters merged, one weight of all layers at a time, as training and
     serving with these adapters compute it: summed in fp32 and rounded once.
 
     Args:
       base: a checkpoint, or a model on the hub; None = the one that adapter_config.json names.
-      written: options of `hf.save`.
+      files: how it is written.
 
     Raises:
       ValueError: the base is not there or is another model, or as `peft.load`.
@@ -33,7 +36,7 @@ def merge(adapter: str | os.PathLike, destination: str | os.PathLike, base: str 
     config, params, _ = hf.mapped(base, dtype=None)
     spec, adapters = peft.load(adapter, config)
     hf.check(base, safetensors.read(base))
-    return hf.save(destination, config, joined(config, params, adapters, spec), base=base, **written)
+    return files.save(destination, config, joined(config, params, adapters, spec), base=base)
 
 
 def base_of(adapter: str | os.PathLike, base: str | None = None) -> str:

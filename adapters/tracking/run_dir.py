@@ -40,6 +40,19 @@ def folder(path) -> pathlib.Path | None:
     return run if (run / STATE).is_dir() and (run / CONFIG).is_file() else None
 
 
+def recipe(cursor) -> str | None:
+    """The recipe whose run saved a state with this cursor (`adapters.orbax`); None if it does not say."""
+    if not isinstance(cursor, Mapping):
+        return None
+    return "grpo" if "rollout" in cursor else cursor.get("recipe")
+
+
+def option(options: Mapping[str, Any], name: str) -> Any:
+    """An option of a run's config.json, where it may be in a group; None if it has none of this name."""
+    groups = (options, *(group for group in options.values() if isinstance(group, Mapping)))
+    return next((group[name] for group in groups if name in group), None)
+
+
 def plain(value):
     """Converts `value` to JSON types: dataclasses and mappings to objects, numpy and jax arrays to lists or numbers,
     paths to strings, functions to `module:name`, numbers that are not finite to null, or in a dataclass to strings

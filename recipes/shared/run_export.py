@@ -8,8 +8,8 @@ from typing import Any
 
 from areax import models
 from areax.adapters import hf, orbax, peft
-from areax.adapters.commands import convert as converting
 from areax.adapters.commands import merge as merging
+from areax.adapters.commands.files import AS_SOURCE, Files, check_new, report
 from areax.adapters.runtime import hub
 from areax.adapters.tracking import run_dir
 from areax.core import losses, param
@@ -23,7 +23,7 @@ SCORED = {field.name for field in dataclasses.fields(losses.RewardModel)}
 
 def convert(
     run: Path, destination: str | os.PathLike, step: int | None = None, *, merge: bool = False, base: str | None = None,
-    dtype: str | None = None, shard_size: str = "5GB",
+    files: Files = AS_SOURCE,
 ) -> dict:  # fmt: skip
     """Writes the model of a saved state as the run itself would have exported it at that step, bit by bit; of a run
     that trains adapters these, as a PEFT folder. The run may be going on.
@@ -35,7 +35,7 @@ def convert(
       step: one whose state is kept; None = the newest.
       merge: of a run that trains adapters, writes the model with these merged.
       base: where the model that the run started from is now; None = where its options say.
-      dtype, shard_size: as `areax.adapters.commands.convert`, of a whole model.
+      files: how a whole model is written.
 
     Returns:
       What `convert` returns, and the step.
@@ -44,18 +44,17 @@ def convert(
       ValueError: the state is not kept or damaged, the model that the run started from is gone, or the state does not
         fit it.
     """
-    converting.check_new(destination)
-    shard_bytes = converting.parse_size(shard_size)
+    check_new(destination)
     options = hf.read_json(run / run_dir.CONFIG)
     spec = lora.Lora(**_given(options, "lora"))
     if spec.rank == 0 and merge:
         raise ValueError(f"convert: --merge needs a run that trains adapters, {run} trains all weights; leave it out")
-    if spec.rank and dtype and not merge:
-        raise ValueError(f"convert: adapters are written in float32, got --dtype {dtype}; merge them with --merge")
+    if spec.rank and not merge and files != AS_SOURCE:
+        raise ValueError(f"convert: adapters are written in float32 in one file, got {files}; merge them with --merge")
     states = run / run_dir.STATE
     step = orbax.verified(states, step)
     with orbax.opened(states, step) as (arrays, cursor):
-        kind = "grpo" if "rollout" in (cursor or {}) else (cursor or {}).get("recipe")
+        kind = run_dir.recipe(cursor)
         settings, tokens, model = _start(run, options, kind, base)
         table = models.table(settings)
         trained = lora.table(table, spec) if spec.rank else table
@@ -67,15 +66,15 @@ def convert(
         else:
             if merge:
                 params = merging.joined(settings, _base(options, model, table), params, spec)
-            path = hf.save(destination, settings, params, dtype, tokenizer=tokens, shard_bytes=shard_bytes)
-    return converting.report(run, path) | {"step": step}
+            path = files.save(destination, settings, params, tokenizer=tokens)
+    return report(run, path) | {"step": step}
 
 
 def _given(options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The options of a dataclass in a run's config.json, where they may be in a group."""
-    groups = (options, *(group for group in options.values() if isinstance(group, Mapping)))
-    found: Mapping = next((group[name] for group in groups if isinstance(group.get(name), Mapping)), {})
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    """The options of a dataclass in a run's config.json."""
+    found = run_dir.option(options, name)
+    values = found.items() if isinstance(found, Mapping) else ()
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values}
 
 
 def _start(run: Path, options: Mapping[str, Any], kind: str | None, base: str | None):
@@ -93,8 +92,7 @@ def _start(run: Path, options: Mapping[str, Any], kind: str | None, base: str | 
             config = models.text_only(hf.read_config(model))
         else:
             config = hf.loaded_config(model, hf.HEADS if scored else ())
-        variables = options.get("chat_template_kwargs") or options.get("prompts", {}).get("chat_template_kwargs") or ""
-        tokens = common.open_tokenizer(named, variables)
+        tokens = common.open_tokenizer(named, run_dir.option(options, "chat_template_kwargs") or "")
     except ValueError as error:
         raise ValueError(
             f"{run}: needs the model that the run started from, {named} ({error}); put it back, or name it with --base"
