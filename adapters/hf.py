@@ -488,8 +488,7 @@ def save(
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
     dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
-    table = models.table(config)
-    specs, arrays = tensors_of(_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
+    specs, arrays = to_tensors(config, params, dtype, fused_experts)
     if jax.process_index() > 0:
         for _ in arrays:
             pass
@@ -568,13 +567,19 @@ def copied(table: param.Table, params, dtype):
     return param.tree_map(copy, table, params)
 
 
-def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
+def to_tensors(
+    config, params, dtype, fused_experts: bool = False
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
     """(shape and dtype by checkpoint key, iterator over the arrays in that order, fetched lazily).
+
+    Args:
+      fused_experts: as `save`.
 
     Raises:
       ValueError: the parameters do not match the config; names them.
     """
-    return tensors_of(models.table(config), config.prefix, params, dtype)
+    table = models.table(config)
+    return tensors_of(_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
@@ -592,17 +597,21 @@ def tensors_of(table: param.Table, prefix: str, params, dtype):
     shared = param.by_tensor(table)
     spec = lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.param.dtype or dtype)
     specs = {spelt[0]: spec(leaf) for leaf, *_ in shared for spelt in leaf.keys(prefix).values()}
-    return specs, (x for parts in shared for x in _wholes(parts, [found[leaf.path] for leaf in parts], dtype))
+    wholes = (_wholes(parts, [found[leaf.path] for leaf in parts], dtype) for parts in shared)
+    return specs, itertools.chain.from_iterable(wholes)
 
 
 def _wholes(leaves: Sequence[param.Leaf], arrays: Sequence, dtype) -> Iterator[np.ndarray]:
     """The tensors that these leaves are the parts of, on the host, one at a time in the order of their keys."""
-    rows = zip(*(_rows(leaf, x, dtype) for leaf, x in zip(leaves, arrays, strict=True)), strict=True)
-    for row in rows:
-        whole = np.zeros(leaves[0].stored_shape, row[0].dtype) if leaves[0].param.part else row[0]
-        for leaf, x in zip(leaves, row, strict=True):
-            if leaf.param.part:
-                leaf.param.part.put(whole, x)
+    rows = [_rows(leaf, x, dtype) for leaf, x in zip(leaves, arrays, strict=True)]
+    parts = [leaf.param.part for leaf in leaves if leaf.param.part]
+    if not parts:  # nothing holds a tensor while the next is made
+        yield from rows[0]
+        return
+    for row in zip(*rows, strict=True):
+        whole = np.zeros(leaves[0].stored_shape, row[0].dtype)
+        for part, x in zip(parts, row, strict=True):
+            part.put(whole, x)
         yield whole
 
 
@@ -720,7 +729,13 @@ def _check_tied(name: str, head: np.ndarray, embed: np.ndarray, where: str) -> N
 
 def equal(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether two tensors are equal, bit by bit."""
-    return one.dtype == other.dtype and safetensors.digest(one) == safetensors.digest(other)
+
+    def digest(x) -> str:
+        found = safetensors.digest(x)
+        safetensors.forget(x)
+        return found
+
+    return one.dtype == other.dtype and digest(one) == digest(other)
 
 
 def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) -> Mapping[str, np.ndarray]:

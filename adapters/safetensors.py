@@ -266,6 +266,7 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
                     spec = f"{entry['dtype']}{entry['shape']}"
                     raise ValueError(f"{path}: {name} must be {spec} by its spec, got {array.dtype}{list(array.shape)}")
                 described[name] = {**entry, "xxh3_128": _put_hashed(file, raw(array))}
+                del array  # before the next is made
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

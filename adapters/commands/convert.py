@@ -51,7 +51,7 @@ def convert(
     if extract:
         if not base or files != AS_SOURCE:
             raise ValueError(
-                f"convert: --extract needs --base, and writes float32 in one file, got --base {base} and {files}"
+                f"convert: --extract needs --base, and writes one float32 file, got --base {base} and {files}"
             )
         path, figures = extracting.extract(source, destination, base, extract)
         return report(source, path) | figures

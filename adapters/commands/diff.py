@@ -40,8 +40,6 @@ def diff(one: str | os.PathLike, other: str | os.PathLike) -> dict:
         for done, name in enumerate(both, 1):
             if found := compare(mine[name], theirs[name]):
                 changed.append({"name": name} | found)
-            for x in (mine[name], theirs[name]):
-                safetensors.forget(x)
             tick(done)
     changed.sort(key=lambda entry: math.inf if entry["relative"] is None else entry["relative"], reverse=True)
     report = {
@@ -83,6 +81,8 @@ def _pieces(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarr
     for at in range(0, x.size, NUMBERS):
         cut = slice(at, at + NUMBERS)
         yield x[cut], y[cut]
+        safetensors.forget(x)
+        safetensors.forget(y)
 
 
 def _folder(path: str | os.PathLike) -> Path:
