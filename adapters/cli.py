@@ -256,7 +256,7 @@ def inspect(
     """Say what a checkpoint, an adapter or a run's directory holds and what areax can do with it; reads headers only.
 
     Args:
-      path: Hugging Face directory, or a model on the hub; a PEFT directory; a run's directory.
+      path: Hugging Face directory, or a model on the hub, which is downloaded; a PEFT directory; a run's directory.
       tensors: list every tensor; else those that layers and experts have alike once.
       json_: print the results as JSON.
     """

@@ -15,6 +15,7 @@ from areax.adapters import cli, safetensors
 from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
+from areax.parallel.mesh import Layout
 from areax.recipes import preference, sft
 from areax.recipes.shared import run_export
 from areax.rollout.tasks import arithmetic
@@ -122,6 +123,8 @@ RUNS = {
     "adapters of random weights": (sft.Config, dict(init="random", lora=Lora(rank=2))),
     "offloaded": (sft.Config, dict(optim=replace(FAST, offload=True), run=models.Run(dtype="bfloat16"))),
     "narrow": (sft.Config, dict(optim=replace(FAST, **NARROW))),
+    "on a mesh": (sft.Config, dict(mesh=Layout(fsdp=2, tp=2))),
+    "adapters on a mesh": (sft.Config, dict(mesh=Layout(fsdp=2, tp=2), lora=Lora(rank=2))),
     "averaged adapters": (preference.Config, dict(lora=Lora(rank=2), optim=replace(FAST, ema=0.5))),
     "reward model": (preference.Config, dict(objective=losses.RewardModel())),
 }
