@@ -32,7 +32,7 @@ from ..core.parts import Part
 from ..models import config_json, wrappers
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
-from . import quantised, safetensors
+from . import safetensors
 from . import tokenizer as tokenizers
 from .runtime import passed
 from .runtime.atomic_dir import replacing
@@ -749,10 +749,10 @@ def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) ->
         if not stem.endswith(".experts") or key in fused or rest:
             out[key] = tensor
             continue
+        expert = getattr(tensor, "expert", None)  # of tensors that are not in memory: without reading it
         for e, (i, part) in itertools.product(range(len(tensor)), enumerate(names)):
             rows = slice(i * size, (i + 1) * size)
-            one = tensor.expert(e, rows) if isinstance(tensor, quantised.Float8) else tensor[e, rows]
-            out[f"{stem}.{e}.{part}.weight"] = one
+            out[f"{stem}.{e}.{part}.weight"] = expert(e, rows) if expert else tensor[e, rows]
     return out
 
 

@@ -207,15 +207,18 @@ ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @ALONE
 @pytest.mark.parametrize("prefix, family", [("", "qwen3"), ("model.", "qwen3_moe")])
-def test_a_checkpoint_of_fsdp2_is_converted(prefix, family, tmp_path):
+def test_a_checkpoint_of_fsdp2_is_converted(prefix, family, tmp_path, monkeypatch):
     """As transformers' module has its tensors, with experts fused, beside an optimiser's; the same files come out."""
     base, config = saved(tmp_path / "base", family)
     module = transformers.AutoModelForCausalLM.from_pretrained(base)
     state = {f"{prefix}{name}": x for name, x in module.state_dict().items()}
     state["optimizer.state.model.embed_tokens.weight.exp_avg"] = torch.ones(3)
     checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    read, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda into, **how: (read.extend(into), load(into, **how)))
     convert.convert(tmp_path / "dcp", tmp_path / "converted", base=str(base))
     same(tmp_path / "converted", base)
+    assert len(read) <= 2 * (len(state) - 1)  # not once for each expert
     with pytest.raises(ValueError, match="name that model's folder with --base"):
         convert.convert(tmp_path / "dcp", tmp_path / "new")
     wide, _ = saved(tmp_path / "wide", family, hidden_size=48)
