@@ -89,6 +89,27 @@ def test_the_base_of_adapters_may_be_named(tmp_path):
     assert len([*(tmp_path / "new").glob("*.safetensors")]) > 2
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_ends_early_leaves_nothing(error, tmp_path, monkeypatch):
+    base, config = saved(tmp_path / "base")
+    folder = adapters(tmp_path / "adapter", config, base)
+    tuned, _ = saved(tmp_path / "tuned", seed=3)
+    before, written = sorted(tmp_path.iterdir()), []
+
+    def put(file, data, put=safetensors._put_hashed):
+        written.append(file.name)
+        if len(written) > 5:
+            raise error("half-way")
+        return put(file, data)
+
+    monkeypatch.setattr(safetensors, "_put_hashed", put)
+    for source, options in ((base, {}), (folder, {"merge": True}), (tuned, {"extract": 2, "base": str(base)})):
+        written.clear()
+        with pytest.raises(error, match="half-way"):
+            convert.convert(source, tmp_path / "new", **options)
+        assert len(written) == 6 and sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
 def test_extracted_adapters_are_the_truncated_decomposition(family, tmp_path):
     """numpy's decomposition of each matrix in float64; with the merged ones of rank 3 all but rounding is kept."""
