@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import inspect
 import json
 import os
 import select
@@ -12,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from inspect import cleandoc
 from types import FrameType
 from typing import Annotated, Literal, NoReturn
 
@@ -154,20 +154,55 @@ def serve(
 def convert(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    step: int | None = None,
+    merge: bool = False,
+    extract: int = 0,
+    base: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    shard_size: str = "5GB",
+    experts: Literal["apart", "fused"] = "apart",
+    embeddings: Literal["tied", "untied"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Copy and validate a checkpoint tensor by tensor, optionally to another dtype.
+    """Write a checkpoint from another, from a run's saved state or from adapters; validated, tensor by tensor.
 
     Args:
-      source: Hugging Face directory, or a model on the hub.
+      source: Hugging Face directory, or a model on the hub; a run's directory; a PEFT directory.
       destination: new directory, written atomically.
+      step: of a run, the step whose state is written; default: the newest.
+      merge: writes the base model with a PEFT directory's adapters, or those of a run, merged.
+      extract: writes adapters of this rank instead, closest to the difference to --base, as a PEFT directory.
+      base: the base of adapters, or the model that a run started from; default: where these say.
       dtype: dtype of the written tensors; default: the source's.
+      shard_size: most bytes of a file.
+      experts: a tensor for each expert's matrix, which every reader takes, or one for those of a layer, as transformers
+        5 holds them.
+      embeddings: writes tied embeddings a second time as the output head, or leaves out a head that equals them.
       json_: print a summary as JSON.
     """
-    from .commands import convert
+    import jax
 
-    _show(convert.convert(source, destination, dtype), json_)
+    from .commands import convert
+    from .tracking import run_dir
+
+    jax.config.update("jax_platforms", "cpu")  # devices may belong to a run
+    run = run_dir.folder(source)
+    if run is None:
+        if step is not None:
+            raise ValueError(f"convert: --step needs a run's directory, got {source}; leave it out")
+        report = convert.convert(
+            source, destination, dtype, shard_size=shard_size, experts=experts, embeddings=embeddings, merge=merge,
+            extract=extract, base=base,
+        )  # fmt: skip
+    else:
+        if extract:
+            raise ValueError(f"convert: --extract needs a checkpoint, got the run {source}; convert that first")
+        from ..recipes.shared import run_export
+        from .commands import files
+
+        how = files.Files(dtype, shard_size, experts, embeddings)
+        report = run_export.convert(run, destination, step, merge=merge, base=base, files=how)
+    _show(report, json_)
     return 0
 
 
@@ -190,6 +225,47 @@ def check(
     report = check.check(source, against, gradients)
     _show(report, json_)
     return 0 if report["ok"] else 1
+
+
+def inspect(
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
+    tensors: bool = False,
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Say what a checkpoint, an adapter or a run's directory holds and what areax can do with it; reads headers only.
+
+    Args:
+      path: Hugging Face directory, or a model on the hub, which is downloaded; a PEFT directory; a run's directory.
+      tensors: list every tensor; else those that layers and experts have alike once.
+      json_: print the results as JSON.
+    """
+    import jax
+
+    from .commands import inspect
+
+    jax.config.update("jax_platforms", "cpu")
+    report = inspect.inspect(path, tensors)
+    print(json.dumps(report, indent=2) if json_ else inspect.show(report))
+    return 0
+
+
+def diff(
+    one: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Compare two checkpoints or adapters: tensors that changed and by how much, options; exits with 1 if they differ.
+
+    Args:
+      one: Hugging Face or PEFT directory, or a model on the hub.
+      other: another.
+      json_: print the results as JSON.
+    """
+    from .commands import diff
+
+    report = diff.diff(one, other)
+    print(json.dumps(report, indent=2) if json_ else diff.show(report))
+    return 0 if report["equal"] else 1
 
 
 def eval(*options: str) -> int:
@@ -286,7 +362,8 @@ def doctor() -> int:
 
 
 COMMANDS: dict[str, Callable] = {
-    f.__name__: f for f in (train, plan, simulate, demo, serve, convert, check, eval, report, new, launch, doctor)
+    f.__name__: f
+    for f in (train, plan, simulate, demo, serve, convert, check, inspect, diff, eval, report, new, launch, doctor)
 }
 FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse their options with a Config
 
@@ -397,7 +474,7 @@ def _forward(command, arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         if arguments and arguments[0] in ("-h", "--help"):
             known = dict.fromkeys([*RECIPES, *_algorithms()])
-            print(f"usage: areax {name} {{{','.join(known)},FILE.py}} ...\n\n{inspect.cleandoc(command.__doc__)}")
+            print(f"usage: areax {name} {{{','.join(known)},FILE.py}} ...\n\n{cleandoc(command.__doc__)}")
             return 0
         raise ValueError(
             f"areax {name}: needs a recipe as first argument: {', '.join(RECIPES)} or a file ending in .py"
@@ -427,6 +504,8 @@ def _show(report: dict, as_json: bool) -> None:
         return
     for name, value in report.items():
         value = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}" for key, x in value.items())
         print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ..core.parts import Part
 from ..models import config_json, mtp, wrappers
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
-from . import quantised, safetensors
+from . import safetensors
 from . import tokenizer as tokenizers
 from .runtime import passed
 from .runtime.atomic_dir import replacing
@@ -170,22 +170,48 @@ class Mapped:
 
     def __getitem__(self, i: int) -> np.ndarray:
         """Layer i, a view of the file if possible."""
-        if (i,) in self.tensors:
-            return self.at((i,)).astype(self.dtype, copy=False)
-        return np.stack([self.at(at) for at in self.tensors if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
+        return self.at((i,)).astype(self.dtype, copy=False)
 
     def at(self, index: tuple[int, ...]) -> np.ndarray:
-        """The leaf's entries of one tensor, as stored, or dequantised."""
+        """The leaf's entries of one tensor, or of all below an index, as stored, or dequantised."""
+        if index not in self.tensors:
+            return np.stack([self.at(at) for at in self.below(index)])
         return self.part.take(self.tensors[index]) if self.part else self.tensors[index][...]
+
+    def below(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The indices of the tensors that begin with an index."""
+        return [at for at in self.tensors if at[: len(index)] == index]
+
+    def read(self) -> np.ndarray:
+        """All layers, a copy; pages of the files are not kept."""
+        host = np.empty(self.shape, self.dtype)
+        for index, tensor in self.tensors.items():
+            host[index] = self.at(index)
+            safetensors.forget(tensor)
+        return host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """A leaf that `save` reads, by `read() -> array`, when it writes it, and does not keep."""
+
+    read: Callable[[], Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 def mapped(path: str | os.PathLike, dtype="float32"):
     """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
     mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
-    config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
-    config = passed.loaded(config, path)
-    return config, _views(tree, tensors, keys, dtype), functools.partial(_verified, Path(path), stored)
+    config, params = mapped_tensors(config, stored, str(path), dtype)
+    return passed.loaded(config, path), params, functools.partial(_verified, Path(path), stored)
+
+
+def mapped_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32"):
+    """(config, params) as `mapped`, from tensors by checkpoint key that are read when they are indexed."""
+    config, tree, tensors, keys, _ = _matched(config, tensors, where, ())
+    return config, _views(tree, tensors, keys, dtype)
 
 
 def mapped_mtp(path: str | os.PathLike, config, dtype="float32"):
@@ -225,6 +251,12 @@ def _views(tree, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Sequence[
         return lazy if leaf.unstacked_shape else lazy.at(()).astype(wanted, copy=False)
 
     return jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
+
+
+def loaded_config(path: str | os.PathLike, init_missing: Sequence[str] = ()):
+    """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
+    config, *_ = _matched(read_config(path), safetensors.read(path), str(path), init_missing)
+    return passed.loaded(config, path)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -299,7 +331,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
     head, embed = wrappers.head(config), f"{prefix}embed_tokens.weight"
     if not wrappers.states_tying(config) and {head, embed} <= tensors.keys():  # as in transformers, files decide
-        config = dataclasses.replace(config, tied=_equal(tensors[head], tensors[embed]))
+        config = dataclasses.replace(config, tied=equal(tensors[head], tensors[embed]))
     table = models.table(config)
     rest = tuple(key for key in tensors if table.leaves_out(key))
     tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}
@@ -457,7 +489,8 @@ def _compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray
 
 def save(
     path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None,
-    like: str | os.PathLike | None = None,
+    like: str | os.PathLike | None = None, shard_bytes: int = safetensors.SHARD,
+    fused_experts: bool = False,
 ) -> Path:  # fmt: skip
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
 
@@ -478,6 +511,9 @@ def save(
       version: policy version, for published weights.
       like: a directory on the same disk that was saved with the same `config.rest`: those files become hard links to
         its files.
+      shard_bytes: as `safetensors.write`.
+      fused_experts: writes the experts of a layer as `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj`
+        [E, D, F], where the family has a tensor for each expert; transformers 5 and `load` read both.
 
     If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
     writes; the others return before the directory exists.
@@ -489,13 +525,15 @@ def save(
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
     dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
-    specs, arrays = to_tensors(config, params, dtype)
+    specs, arrays = to_tensors(config, params, dtype, fused_experts)
     if jax.process_index() > 0:
         for _ in arrays:
             pass
         return Path(path)
     with replacing(path, _is_checkpoint) as directory:
-        described = safetensors.write(directory, specs, arrays, apart=rest, like=_written(like) if rest else None)
+        described = safetensors.write(
+            directory, specs, arrays, apart=rest, like=_written(like) if rest else None, shard_bytes=shard_bytes
+        )
         passed.copy_files(config, base, directory)
         generation: dict = {}
         if base is not None:
@@ -566,13 +604,19 @@ def copied(table: param.Table, params, dtype):
     return param.tree_map(copy, table, params)
 
 
-def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
+def to_tensors(
+    config, params, dtype, fused_experts: bool = False
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
     """(shape and dtype by checkpoint key, iterator over the arrays in that order, fetched lazily).
+
+    Args:
+      fused_experts: as `save`.
 
     Raises:
       ValueError: the parameters do not match the config; names them.
     """
-    return tensors_of(models.table(config), config.prefix, params, dtype)
+    table = models.table(config)
+    return tensors_of(_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
@@ -590,17 +634,21 @@ def tensors_of(table: param.Table, prefix: str, params, dtype):
     shared = param.by_tensor(table)
     spec = lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.param.dtype or dtype)
     specs = {spelt[0]: spec(leaf) for leaf, *_ in shared for spelt in leaf.keys(prefix).values()}
-    return specs, (x for parts in shared for x in _wholes(parts, [found[leaf.path] for leaf in parts], dtype))
+    wholes = (_wholes(parts, [found[leaf.path] for leaf in parts], dtype) for parts in shared)
+    return specs, itertools.chain.from_iterable(wholes)
 
 
 def _wholes(leaves: Sequence[param.Leaf], arrays: Sequence, dtype) -> Iterator[np.ndarray]:
     """The tensors that these leaves are the parts of, on the host, one at a time in the order of their keys."""
-    rows = zip(*(_rows(leaf, x, dtype) for leaf, x in zip(leaves, arrays, strict=True)), strict=True)
-    for row in rows:
-        whole = np.zeros(leaves[0].stored_shape, row[0].dtype) if leaves[0].param.part else row[0]
-        for leaf, x in zip(leaves, row, strict=True):
-            if leaf.param.part:
-                leaf.param.part.put(whole, x)
+    rows = [_rows(leaf, x, dtype) for leaf, x in zip(leaves, arrays, strict=True)]
+    parts = [leaf.param.part for leaf in leaves if leaf.param.part]
+    if not parts:  # nothing holds a tensor while the next is made
+        yield from rows[0]
+        return
+    for row in zip(*rows, strict=True):
+        whole = np.zeros(leaves[0].stored_shape, row[0].dtype)
+        for part, x in zip(parts, row, strict=True):
+            part.put(whole, x)
         yield whole
 
 
@@ -626,10 +674,13 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's entries of each tensor on the host, in the order of its keys; views if it is already there."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.unstacked_shape))
-    x = param.plain(x)
     if isinstance(x, Mapped):
-        yield from (x.at(index).astype(wanted, copy=False) for index in indices)
+        for index in indices:
+            yield x.at(index).astype(wanted, copy=False)
+            for at in [index] if index in x.tensors else x.below(index):
+                safetensors.forget(x.tensors[at])
         return
+    x = param.plain(x.read() if isinstance(x, Deferred) else x)
     if on_host(x):
         host = np.asarray(x)
         yield from (host[index].astype(wanted, copy=False) for index in indices)
@@ -706,15 +757,22 @@ def read_json(path: Path) -> dict:
 
 
 def _check_tied(name: str, head: np.ndarray, embed: np.ndarray, where: str) -> None:
-    if not _equal(head, embed):
+    if not equal(head, embed):
         raise ValueError(
             f"{where}: tie_word_embeddings is true, but {name} differs from the embeddings; "
             "set it to false in config.json if the model has a separate head"
         )
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and safetensors.digest(one) == safetensors.digest(other)
+def equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two tensors are equal, bit by bit."""
+
+    def digest(x) -> str:
+        found = safetensors.digest(x)
+        safetensors.forget(x)
+        return found
+
+    return one.dtype == other.dtype and digest(one) == digest(other)
 
 
 def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) -> Mapping[str, np.ndarray]:
@@ -728,11 +786,32 @@ def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) ->
         if not stem.endswith(".experts") or key in fused or rest:
             out[key] = tensor
             continue
+        expert = getattr(tensor, "expert", None)  # of tensors that are not in memory: without reading it
         for e, (i, part) in itertools.product(range(len(tensor)), enumerate(names)):
             rows = slice(i * size, (i + 1) * size)
-            one = tensor.expert(e, rows) if isinstance(tensor, quantised.Float8) else tensor[e, rows]
-            out[f"{stem}.{e}.{part}.weight"] = one
+            out[f"{stem}.{e}.{part}.weight"] = expert(e, rows) if expert else tensor[e, rows]
     return out
+
+
+def _fused_experts(table: param.Table) -> param.Table:
+    """The table with the experts of a layer as tensors of all, under their names in transformers' modules: what
+    `_split_experts` takes apart."""
+
+    def one(name: str, p: param.Param, gated: bool) -> param.Param:
+        at, found, _ = p.keys[-1].partition("{expert}.")
+        if not found:
+            return p
+        F = table.dims["expert_ffn"]
+        if gated and name in ("expert_gate", "expert_up"):
+            start = 0 if name == "expert_gate" else F
+            return dataclasses.replace(p, keys=(f"{at}gate_up_proj",), part=Part(2 * F, start, start + F, axis=1))
+        return dataclasses.replace(p, keys=(at + p.keys[-1].partition(found)[2].removesuffix(".weight"),))
+
+    def each(stack: param.Stack) -> param.Stack:
+        gated = "expert_gate" in stack.params
+        return param.Stack(stack.layers, {name: one(name, p, gated) for name, p in stack.params.items()})
+
+    return dataclasses.replace(table, stacks=tuple(map(each, table.stacks)))
 
 
 def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:

@@ -187,6 +187,55 @@ def newest(path: Path) -> tuple[int, Any] | None:
     return None
 
 
+def verified(path: Path, version: int | None = None) -> int:
+    """A version under `path` whose files match their hashes: the one given, or the newest; nothing there is changed.
+
+    Raises:
+      ValueError: there is no such version, or it is damaged; names those that are kept.
+    """
+    found = versions(path) if path.is_dir() else []
+    if not found:
+        raise ValueError(f"{path}: a saved state is needed, got none; runs save one every --save-every steps")
+    kept = f"kept are those of {', '.join(map(str, found))}"
+    version = found[-1] if version is None else version
+    if version not in found:
+        raise ValueError(f"{path}: there is no state of step {version}; {kept}")
+    if why := _damage(path, version):
+        raise ValueError(f"{path / str(version)}: {why}; {kept}, so choose another, or restore it from a copy")
+    return version
+
+
+@contextlib.contextmanager
+def opened(path: Path, version: int) -> Iterator[tuple[dict[str, hf.Deferred], Any]]:
+    """Yields ({name: array}, cursor) of a version: names are the paths of its leaves, joined by dots, and each array is
+    read to the host when it is needed, whatever devices it was saved from."""
+    import orbax.checkpoint as ocp
+
+    directory = path.absolute() / str(version) / "state"
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    with (
+        contextlib.closing(Store(path.absolute(), 1, version)) as store,
+        contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader,
+    ):
+        cursor = store.cursor(version)
+        tree = reader.metadata(directory).item_metadata.tree
+
+        def read(wanted: str) -> np.ndarray:
+            only = lambda at, x: x if name(at) == wanted else ocp.PLACEHOLDER
+            item = jax.tree_util.tree_map_with_path(only, tree)
+            how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+            try:
+                read = reader.restore(directory, args=ocp.args.PyTreeRestore(item, how))
+            except (OSError, ValueError) as error:
+                if directory.is_dir():
+                    raise
+                raise ValueError(f"{directory.parent}: its run has removed it meanwhile; name a newer step") from error
+            return next(x for at, x in jax.tree_util.tree_leaves_with_path(read) if name(at) == wanted)
+
+        leaves = {name(at): x for at, x in jax.tree_util.tree_leaves_with_path(tree)}
+        yield {n: hf.Deferred(functools.partial(read, n), tuple(x.shape), x.dtype) for n, x in leaves.items()}, cursor
+
+
 def versions(path: Path) -> list[int]:
     """The versions of the complete states under `path`, oldest first."""
     names = [entry.name for entry in path.iterdir() if entry.name.isdecimal() and entry.is_dir()]

@@ -51,13 +51,14 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
+SHARD = 5 * 10**9  # bytes of a file
 CHECKED = 1 << 16  # numbers checked at a time: each takes memory besides
 
 
 def write(
     directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *,
     apart: Mapping[str, np.ndarray] = MappingProxyType({}), like: tuple[Path, Mapping[str, dict]] | None = None,
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = SHARD,
 ) -> dict[str, dict]:  # fmt: skip
     """Writes tensors to an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
 
@@ -265,6 +266,7 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
                     spec = f"{entry['dtype']}{entry['shape']}"
                     raise ValueError(f"{path}: {name} must be {spec} by its spec, got {array.dtype}{list(array.shape)}")
                 described[name] = {**entry, "xxh3_128": _put_hashed(file, raw(array))}
+                del array  # before the next is made
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

@@ -49,7 +49,7 @@ def from_state_dict(config, state_dict: Mapping[str, Tensor], dtype="float32", i
 
     `models.config_from_hf(module.config.to_dict())` gives the config of a transformers model.
     """
-    tensors = {key: _to_numpy(tensor) for key, tensor in state_dict.items()}
+    tensors = {key: to_numpy(tensor) for key, tensor in state_dict.items()}
     return hf.from_tensors(config, tensors, "from_state_dict", dtype, init_missing=init_missing)
 
 
@@ -89,7 +89,7 @@ def _to_torch(x) -> Tensor:
     return torch.from_numpy(host)
 
 
-def _to_numpy(tensor: Tensor) -> np.ndarray:
+def to_numpy(tensor: Tensor) -> np.ndarray:
     import torch
 
     tensor = tensor.detach().cpu()

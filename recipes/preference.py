@@ -5,7 +5,6 @@ the same `out` resumes the run.
 """
 
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from typing import Any
 import jax
 
 from areax import models
-from areax.adapters import hf, tokenizer
+from areax.adapters import hf
 from areax.adapters.runtime import hub
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, terminal
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, score_head, terminal
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -149,32 +148,10 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     if not isinstance(config.objective, losses.RewardModel):
         return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     if config.init == "random":
-        settings = models.text_only(hf.read_config(hub.folder(config.model)))
-        settings = replace(settings, value_head=True, tied=True)
-        params = common.draw(models.table(settings), config.seed, mesh)
-    else:
-        path = hub.folder(config.model, weights=True)
-        common.check_weights(path)
-        with terminal.loading(path):
-            settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
-        settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}
-    return replace(settings, source=json.dumps({**json.loads(settings.source), "pad_token_id": pad_id(tokens)})), params
-
-
-def pad_id(tokens) -> int:
-    """Returns the padding token, and sets it in the tokenizer.
-
-    transformers reads a score at the last token that is not padding, so padding must not be the end of turn.
-
-    Raises:
-      ValueError: there is no other special token.
-    """
-    end = tokenizer.end_of_turn(tokens)
-    if tokens.pad_token_id in (None, end):
-        others = [id for id in sorted(tokens.all_special_ids) if id != end]
-        if not others:
-            raise ValueError(
-                "RewardModel: the tokenizer needs a special token beside its end of turn, got none; set its pad_token"
-            )
-        tokens.pad_token = tokens.convert_ids_to_tokens(others[0])
-    return tokens.pad_token_id
+        settings = score_head.settings(models.text_only(hf.read_config(hub.folder(config.model))), tokens)
+        return settings, common.draw(models.table(settings), config.seed, mesh)
+    path = hub.folder(config.model, weights=True)
+    common.check_weights(path)
+    with terminal.loading(path):
+        settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
+    return score_head.settings(settings, tokens), {name: x for name, x in params.items() if name != "head"}

@@ -442,10 +442,9 @@ def test_sharded_parameters_give_the_same_files(tmp_path):
     assert contents(hf.save(tmp_path / "eight", config, sharded, "bfloat16")) == one
 
 
-def test_large_models_are_saved_in_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors.write, "__kwdefaults__", {"shard_bytes": 4000})
+def test_large_models_are_saved_in_shards(tmp_path):
     config, params = made()
-    path = hf.save(tmp_path / "model", config, params)
+    path = hf.save(tmp_path / "model", config, params, shard_bytes=4000)
     assert len(list(path.glob("model-*-of-*.safetensors"))) > 3
     assert equal(hf.load(path)[1], params) and hf.verify(path)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)

@@ -250,3 +250,40 @@ def test_leftovers_of_a_killed_run_are_removed(two_states, tmp_path):
     with orbax.open_store(path) as store:
         assert store.latest == 2
     assert sorted(p.name for p in path.iterdir()) == ["1", "2"]
+
+
+# -- arrays --------------------------------------------------------------------------------------
+
+
+def test_arrays_of_a_state_are_read_by_name(two_states, tmp_path):
+    """Without what made it, one at a time, until the run removes it."""
+    shutil.copytree(two_states, tmp_path / "state")
+    state = fresh("bfloat16")
+    with orbax.open_store(tmp_path / "state") as store:
+        store.save(3, {"policy": state, "reference": state.params}, {"row": 3})
+    with orbax.opened(tmp_path / "state", 3) as (arrays, cursor):
+        assert cursor == {"row": 3}
+        for name, wanted in (("policy.params.w", state.params["w"]), ("reference.b", state.params["b"])):
+            assert arrays[name].shape == wanted.shape and arrays[name].dtype == wanted.dtype
+            got = arrays[name].read()
+            assert isinstance(got, np.ndarray) and got.dtype == wanted.dtype
+            np.testing.assert_array_equal(got, wanted)
+        assert "policy.opt_state.0.mu.w" in arrays and int(arrays["policy.step"].read()) == 0
+        shutil.rmtree(tmp_path / "state/3")
+        with pytest.raises(ValueError, match=r"state/3: its run has removed it meanwhile; name a newer step"):
+            arrays["reference.w"].read()
+
+
+def test_a_version_that_cannot_be_read_is_refused_and_left_alone(two_states, tmp_path):
+    path = tmp_path / "state"
+    with pytest.raises(ValueError, match="a saved state is needed, got none"):
+        orbax.verified(path)
+    shutil.copytree(two_states, path)
+    assert orbax.verified(path) == 2 and orbax.verified(path, 1) == 1
+    with pytest.raises(ValueError, match="there is no state of step 7; kept are those of 1, 2"):
+        orbax.verified(path, 7)
+    (path / "2/hashes.json").unlink()
+    before = files(path)
+    with pytest.raises(ValueError, match=r"state/2: hashes.json is missing; kept are those of 1, 2, so choose another"):
+        orbax.verified(path)
+    assert files(path) == before and orbax.verified(path, 1) == 1

@@ -43,7 +43,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
-from areax.recipes.shared import describe, learner, rollouts, trainer
+from areax.recipes.shared import describe, learner, rollouts, run_export, trainer
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import client, events, object_path
 from areax.rollout.chat import template
@@ -128,6 +128,9 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeyp
         assert again[name] == max(x[name] for x in seen)
     start = leaves(place / "model")
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(start, leaves(place / "first/model"), strict=True))
+    assert run_export.convert(place / "first", place / "exported")["step"] == 3
+    for file in (place / "first/model").iterdir():
+        assert (place / "exported" / file.name).read_bytes() == file.read_bytes()
     lines = [x for x in run_dir.read_lines(place / "first/metrics.jsonl") if x["kind"] == "grpo"]
     assert [x["step"] for x in lines] == [1, 2, 3]
     assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
@@ -246,6 +249,9 @@ def test_a_critic_is_saved_and_resumed(place):
     for a, b in zip(leaves(place / "critic/model"), leaves(place / "critic-parts/model"), strict=True):
         np.testing.assert_array_equal(a, b)
     assert whole["complete"] and whole["steps"] == 3
+    run_export.convert(place / "critic", place / "policy", step=3)
+    for a, b in zip(leaves(place / "critic/model"), leaves(place / "policy"), strict=True):
+        np.testing.assert_array_equal(a, b)
     lines = [x for x in run_dir.read_lines(place / "critic/metrics.jsonl") if x["kind"] == "grpo"]
     assert "ppo_kl" not in lines[0] and all(x["critic_grad_norm"] > 0 for x in lines)
     assert lines[0]["value_max"] > 0 and abs(lines[1]["ppo_kl"]) > 0  # the second pass is off policy

@@ -16,7 +16,7 @@ from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.parallel.mesh import Layout
 from areax.recipes import preference
-from areax.recipes.shared import common
+from areax.recipes.shared import common, score_head
 from areax.rollout import rewards
 from areax.rollout.types import supervised
 
@@ -152,7 +152,7 @@ def test_end_of_turn_is_never_padding(place):
     tokens = tokenizer.load(place / "model")
     end = tokenizer.end_of_turn(tokens)
     tokens.pad_token = tokens.convert_ids_to_tokens(end)
-    assert preference.pad_id(tokens) != end and tokens.pad_token_id != end
+    assert score_head.pad_id(tokens) != end and tokens.pad_token_id != end
 
 
 @pytest.mark.mesh

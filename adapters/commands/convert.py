@@ -1,43 +1,71 @@
-"""`areax convert`: rewrites a checkpoint with current keys and config.json, another dtype and a manifest."""
+"""`areax convert`: rewrites a checkpoint with current keys and config.json, another dtype and a manifest, or makes one
+of adapters, of the difference to another, or of torch's distributed checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 from ...models import config_json
-from .. import hf, safetensors
+from .. import hf, peft, safetensors
 from ..runtime import hub
 from ..tracking import progress
+from . import dcp
+from . import extract as extracting
+from . import merge as merging
+from .files import AS_SOURCE, Files, check_new, report
 
 
-def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str | None = None) -> dict:
+def convert(
+    source: str | os.PathLike, destination: str | os.PathLike, dtype: str | None = None, *, shard_size: str = "5GB",
+    experts: Literal["apart", "fused"] = "apart", embeddings: Literal["tied", "untied"] | None = None,
+    merge: bool = False, extract: int = 0, base: str | None = None,
+) -> dict:  # fmt: skip
     """Reads a checkpoint as strictly as `hf.load` and writes it, with its tokenizer, to another directory.
 
     Args:
       destination: a directory that does not exist or is empty.
       dtype: dtype of the written tensors; None = the source's. Quantised ones are written as floats, of bfloat16 unless
         config.json names another dtype; a line on stderr says so.
+      shard_size, experts, embeddings: as `files.Files`.
+      merge: the source is a PEFT folder, and what is written its base with the adapters merged.
+      extract: rank of adapters that are written instead: those closest to the difference to `base`
+        (`extract.extract`).
+      base: the base of adapters, None = where adapter_config.json says; the model that a checkpoint of
+        torch.distributed.checkpoint is of, for its config.json and tokenizer.
 
     Returns:
-      {"source", "path", "family", "dtypes", "tensors", "bytes"}.
+      {"source", "path", "family", "dtypes", "tensors", "bytes"}, with `extract` also what `extract.extract` returns.
     """
-    target = Path(destination)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"convert: {destination} already exists; choose another destination, or remove it first")
+    check_new(destination)
+    files = Files(dtype, shard_size, experts, embeddings)
+    if (Path(source) / peft.CONFIG).is_file() != merge:
+        raise ValueError(
+            f"convert: --merge needs a folder with {peft.CONFIG}, got {source}; leave it out"
+            if merge else f"convert: {source} holds adapters; merge them into their base with --merge"
+        )  # fmt: skip
+    if merge:
+        return report(source, merging.merge(source, destination, base, files))
+    if extract:
+        if not base or files != AS_SOURCE:
+            raise ValueError(
+                f"convert: --extract needs --base, and writes one float32 file, got --base {base} and {files}"
+            )
+        path, figures = extracting.extract(source, destination, base, extract)
+        return report(source, path) | figures
+    if dcp.is_dcp(source):
+        if not base:
+            raise ValueError(f"convert: {source} has no config.json; name that model's folder with --base")
+        base = hub.folder(base)
+        config, params = dcp.opened(source, base)
+        return report(source, files.save(destination, config, params, base=base))
+    if base:
+        raise ValueError(f"convert: --base is for adapters and runs, got {base} for {source}; leave it out")
     source = hub.folder(source, weights=True)
     config, params, _ = hf.mapped(source, dtype=None)
     hf.check(source, safetensors.read(source))
     if stored := config_json.quantisation(json.loads(config.source)):
         progress.say(f"{source}: in {stored.method}, written as floats without quantization_config")
-    path = hf.save(destination, config, params, dtype, base=source)
-    manifest = json.loads((path / hf.MANIFEST).read_bytes())
-    return {
-        "source": os.fspath(source),
-        "path": os.fspath(path),
-        "family": config.family,
-        "dtypes": sorted({safetensors.DTYPES[entry["dtype"]].name for entry in manifest["tensors"].values()}),
-        "tensors": len(manifest["tensors"]),
-        "bytes": manifest["bytes"],
-    }
+    return report(source, files.save(destination, config, params, base=source))

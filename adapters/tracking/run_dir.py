@@ -29,7 +29,28 @@ CONFIG, METRICS, SAMPLES, SUMMARY = (
     "samples.jsonl",
     "summary.json",
 )
+STATE = "state"  # the folder of saved states (adapters/orbax.py)
 OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that are not metrics
+
+
+def folder(path) -> pathlib.Path | None:
+    """A run's folder with saved states, given that or the folder of states in it; None if the path is neither."""
+    path = pathlib.Path(path)
+    run = path.absolute().parent if path.name == STATE else path
+    return run if (run / STATE).is_dir() and (run / CONFIG).is_file() else None
+
+
+def recipe(cursor) -> str | None:
+    """The recipe whose run saved a state with this cursor (`adapters.orbax`); None if it does not say."""
+    if not isinstance(cursor, Mapping):
+        return None
+    return "grpo" if "rollout" in cursor else cursor.get("recipe")
+
+
+def option(options: Mapping[str, Any], name: str) -> Any:
+    """An option of a run's config.json, where it may be in a group; None if it has none of this name."""
+    groups = (options, *(group for group in options.values() if isinstance(group, Mapping)))
+    return next((group[name] for group in groups if name in group), None)
 
 
 def plain(value):

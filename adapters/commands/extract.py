@@ -1,0 +1,129 @@
+"""`areax convert --extract`: the difference of two checkpoints as LoRA adapters of a given rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from ... import models
+from ...core import param
+from ...models import lora
+from .. import hf, peft, safetensors
+from ..runtime import hub
+from ..tracking import progress
+
+DEPTH, SPARE = 8, 8  # of Krylov spaces: powers of D D^T, and vectors beyond the rank
+ROWS = 1 << 10  # of a weight without adapters that are compared at a time
+
+
+def extract(tuned: str | os.PathLike, destination: str | os.PathLike, base: str, rank: int) -> tuple[Path, dict]:
+    """Writes the adapters of a rank that are closest to what a tuned checkpoint adds to its base, as a PEFT folder.
+
+    Every matrix that `lora.Lora` adapts by default gets them; embeddings, heads, norms and biases do not.
+
+    Args:
+      base: a checkpoint, or a model on the hub, of the same shapes.
+
+    Returns:
+      What was written, and {"rank", "kept": share of the squared difference of all weights that the adapters have,
+      "kept_of": the same of the matrices of each name, "outside": share in weights without adapters}.
+
+    Raises:
+      ValueError: the checkpoints are of other models, or equal; as `peft.save`.
+    """
+    if rank < 1:
+        raise ValueError(f"convert: --extract must be a rank of at least 1, got {rank}")
+    base, tuned = hub.folder(base, weights=True), hub.folder(tuned, weights=True)
+    (config, before, _), (other, after, _) = (hf.mapped(path, dtype=None) for path in (base, tuned))
+    table, spec = models.table(config), lora.Lora(rank, float(rank))
+    _check_shapes(table, models.table(other), f"{tuned} must have the shapes of its base {base}")
+    peft.modules(config, spec)  # refuses what PEFT's format cannot hold
+    for path in (base, tuned):
+        hf.check(path, safetensors.read(path))
+    names, leaves = set(lora.targets(table, spec)), itertools.count(1)
+    every, lost = defaultdict[str, float](float), defaultdict[str, float](float)
+
+    def one(leaf: param.Leaf, x, y) -> tuple[np.ndarray, np.ndarray] | None:
+        name = leaf.path.rpartition(".")[2]
+        made = None
+        if leaf.layers is None or name not in names:
+            lost[""] += (size := _squared_difference(x, y))
+            every[""] += size
+        else:
+            *lead, out, into = leaf.shape
+            made = a, b = np.zeros((*lead, rank, into), np.float32), np.zeros((*lead, out, rank), np.float32)
+            for layer in range(lead[0]):
+                difference = y[layer].astype(np.float64) - x[layer]
+                for at in np.ndindex(*lead[1:]):
+                    b[layer][at], a[layer][at] = truncated(difference[at], rank)
+                every[name] += float(np.sum(difference**2))
+                lost[name] += float(np.sum((difference - np.matmul(b[layer], a[layer], dtype=np.float64)) ** 2))
+        tick(next(leaves))
+        return made
+
+    with progress.steps("extract", len(param.leaf_list(table))) as tick:
+        found = param.tree_map(one, table, before, after)
+    if not (total := sum(every.values())):
+        raise ValueError(f"convert: {tuned} must differ from its base {base}, got equal weights")
+    pairs = [{name: both for name, both in stack.items() if both is not None} for stack in found["stacks"]]
+    named = lambda stack: {f"{n}_{part}": x for n, both in stack.items() for part, x in zip("ab", both, strict=True)}
+    adapters = {"stacks": [named(stack) for stack in pairs]}
+    return peft.save(destination, config, adapters, spec, base=os.fspath(base)), {
+        "rank": rank,
+        "kept": 1 - sum(lost.values()) / total,
+        "kept_of": {name: 1 - lost[name] / size for name, size in every.items() if name and size},
+        "outside": every[""] / total,
+    }
+
+
+def truncated(difference: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """(B [out, rank], A [rank, in]) whose product is closest to a matrix D [out, in] in the least-squares sense: its
+    truncated singular value decomposition in float64, scaled alike on both sides.
+
+    The singular vectors of the shorter side are eigenvectors of D D^T, or D^T D, and the other factor is the projection
+    of D on them. Large matrices are first projected on a block Krylov space (arXiv:1504.05477): exact up to rounding
+    where singular values fall, while of pure noise the product has up to 0.3 % less of its own square. If D has fewer
+    than `rank` singular vectors, rows of A and columns of B are zero.
+    """
+    tall = difference.shape[0] > difference.shape[1]
+    d = (difference.T if tall else difference).astype(np.float64)
+    count = min(rank, len(d))
+    space = _krylov(d, count + SPARE)
+    part = d if space is None else space.T @ d
+    squares, vectors = np.linalg.eigh(part @ part.T)  # in ascending order
+    root, vectors = np.maximum(squares[::-1][:count], 0) ** 0.25, vectors[:, ::-1][:, :count]
+    left = np.zeros((len(d), rank))
+    right = np.zeros((rank, d.shape[1]))
+    left[:, :count] = (vectors if space is None else space @ vectors) * root
+    right[:count] = (vectors.T @ part) * np.divide(1, root, out=np.zeros_like(root), where=root > 0)[:, None]
+    return (right.T, left.T) if tall else (left, right)
+
+
+def _krylov(d: np.ndarray, width: int) -> np.ndarray | None:
+    """An orthonormal basis [rows, DEPTH * width] of the rows' space, close to the leading singular vectors; None if it
+    would be all of it."""
+    if DEPTH * width >= len(d):
+        return None
+    block, blocks = d @ np.random.default_rng(0).standard_normal((d.shape[1], width)), []
+    for _ in range(DEPTH):
+        block, _ = np.linalg.qr(block)
+        blocks.append(block)
+        block = d @ (d.T @ block)
+    return np.linalg.qr(np.concatenate(blocks, axis=1))[0]
+
+
+def _squared_difference(x, y) -> float:
+    rows = len(x) if x.shape else 0
+    cuts = [slice(at, at + ROWS) for at in range(0, rows, ROWS)] if isinstance(x, np.ndarray) else range(rows)
+    return sum(float(np.sum((y[cut].astype(np.float64) - x[cut]) ** 2)) for cut in cuts)
+
+
+def _check_shapes(table: param.Table, other: param.Table, rule: str) -> None:
+    one, two = ({leaf.path: leaf.shape for leaf in param.leaf_list(of)} for of in (table, other))
+    for path in {**one, **two}:
+        if one.get(path) != two.get(path):
+            raise ValueError(f"convert: {rule}, got {path} {two.get(path)} and {one.get(path)}")

@@ -1,0 +1,106 @@
+"""How `areax convert` writes a checkpoint, where its readers leave a choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from ... import models
+from ...models import wrappers
+from .. import hf, peft, safetensors
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB (10^9) or 5GiB (2^30)."""
+    found = SIZE.fullmatch(text.strip())
+    number, unit, binary = found.groups() if found else ("0", "", "")
+    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if size < 1:
+        raise ValueError(f"convert: --shard-size must be a size such as 5GB or 500MB, got {text!r:.80}; name another")
+    return size
+
+
+@dataclass(frozen=True)
+class Files:
+    """Options of what is written.
+
+    Attributes:
+      dtype: dtype of the tensors; None = the source's.
+      shard_size: most bytes of a file, such as 5GB or 500MB; a larger tensor has its own.
+      experts: "fused" writes the experts of a layer as two tensors, as they are in transformers 5 (`hf.save`).
+      embeddings: "untied" writes tied embeddings a second time, as the output head, and says in config.json that they
+        are not tied; "tied" leaves out a head that is equal to them; None = as the source.
+    """
+
+    dtype: str | None = None
+    shard_size: str = "5GB"
+    experts: Literal["apart", "fused"] = "apart"
+    embeddings: Literal["tied", "untied"] | None = None
+
+    def __post_init__(self):
+        parse_size(self.shard_size)
+
+    def __str__(self):
+        changed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items()) or "none"
+
+    def save(self, path: str | os.PathLike, config, params, **more) -> Path:
+        """`hf.save` with these options; `more` are others of it."""
+        config, params = self._embeddings(config, params)
+        fused = self.experts == "fused"
+        return hf.save(
+            path, config, params, self.dtype, shard_bytes=parse_size(self.shard_size), fused_experts=fused, **more
+        )
+
+    def _embeddings(self, config, params):
+        if self.embeddings is None or config.tied == (self.embeddings == "tied"):
+            return config, params
+        changed = dataclasses.replace(config, tied=not config.tied)
+        if self.embeddings == "untied":
+            if "head" not in models.table(changed).top:
+                raise ValueError(f"convert: a {config.family} always ties embeddings; leave out --embeddings untied")
+            return changed, params | {"head": params["embed"]}
+        if "head" not in params or not hf.equal(*(_array(params[name]) for name in ("embed", "head"))):
+            raise ValueError(
+                f"convert: --embeddings tied needs a {wrappers.head(config)} that equals the embeddings, got another; "
+                "leave it out"
+            )
+        return changed, {name: x for name, x in params.items() if name != "head"}
+
+
+AS_SOURCE = Files()
+
+
+def _array(x) -> np.ndarray:
+    return np.asarray(x.read() if isinstance(x, hf.Deferred) else x)
+
+
+def check_new(destination: str | os.PathLike) -> None:
+    """Raises ValueError if something is at the destination."""
+    target = Path(destination)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"convert: {destination} already exists; choose another destination, or remove it first")
+
+
+def report(source: str | os.PathLike, path: Path) -> dict:
+    """What `areax convert` says of the checkpoint or the adapters that it wrote."""
+    adapters = (path / peft.CONFIG).is_file()
+    tensors = safetensors.read(path / peft.WEIGHTS if adapters else path)
+    return {
+        "source": os.fspath(source),
+        "path": os.fspath(path),
+        "family": "adapters" if adapters else hf.read_config(path).family,
+        "dtypes": sorted({x.dtype.name for x in tensors.values()}),
+        "tensors": len(tensors),
+        "bytes": sum(x.nbytes for x in tensors.values()),
+    }

@@ -1,0 +1,74 @@
+"""`areax convert ADAPTER --merge`: a base model with LoRA adapters merged into its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import models
+from ...core import param, quantised
+from ...models import lora
+from .. import hf, peft, safetensors
+from ..runtime import hub
+from .files import AS_SOURCE, Files
+
+
+def merge(
+    adapter: str | os.PathLike, destination: str | os.PathLike, base: str | None = None, files: Files = AS_SOURCE
+) -> Path:
+    """Writes the base of a PEFT folder with its adapters merged, one weight of all layers at a time, as training and
+    serving with these adapters compute it: summed in fp32 and rounded once.
+
+    Args:
+      base: a checkpoint, or a model on the hub; None = the one that adapter_config.json names.
+      files: how it is written.
+
+    Raises:
+      ValueError: the base is not there or is another model, or as `peft.load`.
+    """
+    base = base_of(adapter, base)
+    config, params, _ = hf.mapped(base, dtype=None)
+    spec, adapters = peft.load(adapter, config)
+    hf.check(base, safetensors.read(base))
+    return files.save(destination, config, joined(config, params, adapters, spec), base=base)
+
+
+def base_of(adapter: str | os.PathLike, base: str | None = None) -> str:
+    """The folder of a PEFT folder's base: `base`, or the model that adapter_config.json names."""
+    named = base or hf.read_json(Path(adapter) / peft.CONFIG).get("base_model_name_or_path")
+    if not named or not isinstance(named, str):
+        raise ValueError(f"{adapter}: {peft.CONFIG} names no base model; name it with --base")
+    try:
+        found = hub.folder(named, weights=True)
+        hf.read_config(found)
+    except ValueError as error:
+        raise ValueError(f"{adapter}: needs its base model, {named} ({error}); name a copy with --base") from error
+    return found
+
+
+def joined(config, params, adapters, spec: lora.Lora):
+    """The parameters of a model with its adapters for `hf.save`, which then reads, quantises as `spec.base` says and
+    merges one weight of all layers at a time.
+
+    Args:
+      params: as `hf.mapped` in the dtype of the files, or arrays.
+    """
+
+    def one(leaf: param.Leaf, w):
+        if not isinstance(w, param.LoRAWeight):
+            return w
+        return hf.Deferred(functools.partial(_merged, w, spec.base), leaf.shape, np.dtype(w.weight.dtype))
+
+    return param.tree_map(one, models.table(config), lora.join(params, adapters, spec))
+
+
+def _merged(w: param.LoRAWeight, kind: str):
+    weight = jnp.asarray(w.weight.read() if isinstance(w.weight, hf.Mapped) else w.weight)
+    narrow = weight if kind == "stored" else jax.jit(quantised.quantise, static_argnums=1)(weight, kind)
+    return param.merged(dataclasses.replace(w, weight=narrow))

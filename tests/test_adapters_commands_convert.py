@@ -1,0 +1,278 @@
+"""`areax convert` of adapters: merged like PEFT, and the closest ones to a difference like a singular value
+decomposition; of torch's distributed checkpoints; what may be chosen of the files."""
+
+import json
+import pickle
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import tiny_families
+import torch
+import transformers
+from torch.distributed import checkpoint
+
+from areax import models
+from areax.adapters import hf, peft, safetensors
+from areax.adapters.commands import convert, extract, files
+from areax.models import lora
+
+
+def saved(path, family="qwen3", std=0.2, dtype=None, seed=0, **options):
+    config = tiny_families.config(family, **options)
+    hf.save(path, config, tiny.weights(models.table(config), std, seed), dtype)
+    return path, config
+
+
+def adapters(path, config, base, rank=3, **spec):
+    spec = lora.Lora(rank, 5.0, **spec)
+    peft.save(path, config, tiny.weights(lora.table(models.table(config), spec), 0.3, seed=1), spec, base=str(base))
+    return path
+
+
+def same(one, other):
+    """Asserts that two folders have the same files."""
+    assert {file.name: file.read_bytes() for file in one.iterdir()} == {
+        file.name: file.read_bytes() for file in other.iterdir()
+    }
+
+
+@pytest.mark.parametrize("family, dtype", [("phi3", "float32"), ("qwen3_moe", "bfloat16")])
+def test_merged_adapters_are_those_of_training(family, dtype, tmp_path):
+    base, config = saved(tmp_path / "base", family, dtype=dtype)
+    folder = adapters(tmp_path / "adapter", config, base, rslora=True)
+    report = convert.convert(folder, tmp_path / "merged", merge=True)
+    assert report["family"] == family and report["dtypes"] == [dtype]
+    config, params = hf.load(base, dtype=None)
+    spec, drawn = peft.load(folder, config)
+    hf.save(tmp_path / "wanted", config, lora.merge(params, drawn, spec), base=base)
+    for name in ("model.safetensors", "config.json", "manifest.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+
+
+@pytest.mark.slow  # to import
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")
+def test_merged_adapters_are_those_of_peft(tmp_path):
+    """fp32: up to rounding; bf16, where PEFT rounds the change before it adds it, too: one rounding more."""
+    import peft as theirs
+
+    for dtype, most in (("float32", 1e-6), ("bfloat16", 2**-7)):
+        base, config = saved(tmp_path / dtype, "qwen2", dtype=dtype)
+        folder = adapters(tmp_path / f"{dtype} adapter", config, base)
+        convert.convert(folder, tmp_path / f"{dtype} merged", merge=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+        wanted = theirs.PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+        for name, x in safetensors.read(tmp_path / f"{dtype} merged").items():
+            y = wanted[name].float().numpy()
+            np.testing.assert_allclose(x.astype(np.float32), y, rtol=0, atol=most * np.abs(y).max())
+
+
+def test_the_base_of_adapters_may_be_named(tmp_path):
+    base, config = saved(tmp_path / "base")
+    folder = adapters(tmp_path / "adapter", config, "")
+    with pytest.raises(ValueError, match="names no base model; name it with --base"):
+        convert.convert(folder, tmp_path / "new", merge=True)
+    with pytest.raises(ValueError, match=r"needs its base model, .*gone \(.*name a copy with --base"):
+        convert.convert(folder, tmp_path / "new", merge=True, base=str(tmp_path / "gone"))
+    wide, _ = saved(tmp_path / "wide", hidden_size=48)
+    with pytest.raises(ValueError, match=r"must be \[48, 3\] by config.json, got \[32, 3\]"):
+        convert.convert(folder, tmp_path / "new", merge=True, base=str(wide))
+    with pytest.raises(ValueError, match="holds adapters; merge them into their base with --merge"):
+        convert.convert(folder, tmp_path / "new")
+    with pytest.raises(ValueError, match=r"--merge needs a folder with adapter_config.json"):
+        convert.convert(base, tmp_path / "new", merge=True)
+    with pytest.raises(ValueError, match="--base is for adapters and runs"):
+        convert.convert(base, tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+    convert.convert(folder, tmp_path / "new", merge=True, base=str(base), shard_size="20kB")
+    assert len([*(tmp_path / "new").glob("*.safetensors")]) > 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_ends_early_leaves_nothing(error, tmp_path, monkeypatch):
+    base, config = saved(tmp_path / "base")
+    folder = adapters(tmp_path / "adapter", config, base)
+    tuned, _ = saved(tmp_path / "tuned", seed=3)
+    before, written = sorted(tmp_path.iterdir()), []
+
+    def put(file, data, put=safetensors._put_hashed):
+        written.append(file.name)
+        if len(written) > 5:
+            raise error("half-way")
+        return put(file, data)
+
+    monkeypatch.setattr(safetensors, "_put_hashed", put)
+    for source, options in ((base, {}), (folder, {"merge": True}), (tuned, {"extract": 2, "base": str(base)})):
+        written.clear()
+        with pytest.raises(error, match="half-way"):
+            convert.convert(source, tmp_path / "new", **options)
+        assert len(written) == 6 and sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+def test_extracted_adapters_are_the_truncated_decomposition(family, tmp_path):
+    """numpy's decomposition of each matrix in float64; with the merged ones of rank 3 all but rounding is kept."""
+    base, config = saved(tmp_path / "base", family)
+    tuned, _ = saved(tmp_path / "tuned", family, seed=7)
+    report = convert.convert(tuned, tmp_path / "extracted", extract=2, base=str(base))
+    (_, before), (_, after) = hf.load(base), hf.load(tuned)
+    spec, found = peft.load(tmp_path / "extracted", config)
+    assert (spec.rank, spec.scale) == (2, 1.0) and report["kept_of"].keys() == set(spec.targets)
+    leaves = zip(*map(jax.tree.leaves, (before, after)), strict=True)
+    kept, whole = 0.0, sum(float(np.sum((np.asarray(y, np.float64) - np.asarray(x)) ** 2)) for x, y in leaves)
+    for x, y, pairs in zip(before["stacks"], after["stacks"], found["stacks"], strict=True):
+        for name in spec.targets:
+            if name not in x:
+                continue
+            difference = np.asarray(y[name], np.float64) - np.asarray(x[name])
+            u, s, v = np.linalg.svd(difference)
+            wanted = (u[..., :2] * s[..., None, :2]) @ v[..., :2, :]
+            got = np.matmul(pairs[f"{name}_b"], pairs[f"{name}_a"], dtype=np.float64)
+            np.testing.assert_allclose(got, wanted, atol=1e-6 * np.abs(wanted).max())
+            kept += float(np.sum(s[..., :2] ** 2))
+    np.testing.assert_allclose(report["kept"], kept / whole, rtol=1e-5)
+    assert 0 < report["outside"] < 1 - report["kept"]
+
+
+def test_extracted_adapters_give_back_merged_ones(tmp_path):
+    base, config = saved(tmp_path / "base", "qwen3_moe")
+    convert.convert(adapters(tmp_path / "adapter", config, base), tmp_path / "tuned", merge=True)
+    report = convert.convert(tmp_path / "tuned", tmp_path / "again", extract=4, base=str(base))
+    assert report["kept"] > 1 - 1e-9 and report["outside"] == 0 and report["rank"] == 4
+    convert.convert(tmp_path / "again", tmp_path / "merged", merge=True)
+    for name, x in safetensors.read(tmp_path / "merged").items():
+        np.testing.assert_allclose(x, safetensors.read(tmp_path / "tuned")[name], atol=2e-6)
+
+
+def test_what_cannot_be_extracted_is_refused(tmp_path):
+    base, config = saved(tmp_path / "base")
+    wide, _ = saved(tmp_path / "wide", hidden_size=48)
+    for source, options, said in (
+        (base, dict(base=str(base)), "must differ from its base"),
+        (wide, dict(base=str(base)), r"must have the shapes of its base .*, got embed \(64, 48\) and \(64, 32\)"),
+        (wide, dict(), "--extract needs --base"),
+        (wide, dict(base=str(base), extract=-1), "must be a rank of at least 1, got -1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            convert.convert(source, tmp_path / "new", **{"extract": 2} | options)
+
+
+def test_large_matrices_are_decomposed_in_a_krylov_space():
+    """What is kept of them, against numpy's decomposition: of falling singular values, and of noise, which has none."""
+    rng = np.random.default_rng(0)
+    (u, _), (v, _) = (np.linalg.qr(rng.normal(size=(n, 300))) for n in (400, 300))
+    falling = (u / np.arange(1, 301)) @ v.T
+    for matrix, most in ((falling, 1e-12), (rng.normal(size=(400, 300)), 3e-3)):
+        s = np.linalg.svd(matrix, compute_uv=False)
+        b, a = extract.truncated(matrix, 16)
+        kept = np.sum(s**2) - np.sum((matrix - b @ a) ** 2)
+        assert extract.DEPTH * (16 + extract.SPARE) < 300 and abs(1 - kept / np.sum(s[:16] ** 2)) < most
+
+
+def test_a_matrix_of_low_rank_has_zeros_beside():
+    rng = np.random.default_rng(0)
+    for shape in ((5, 9), (9, 5)):
+        b, a = extract.truncated(np.zeros(shape), 3)
+        assert b.shape == (shape[0], 3) and a.shape == (3, shape[1]) and not b.any() and not a.any()
+        full = rng.normal(size=shape)
+        b, a = extract.truncated(full, 8)  # more than it has
+        np.testing.assert_allclose(b @ a, full, atol=1e-12)
+        assert not b[:, 5:].any() and not a[5:].any()
+
+
+OTHERS = "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "deepseek_v2", "deepseek_v3", "minimax_m2"
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", "mixtral", "nemotron_h", *(pytest.param(family, marks=pytest.mark.wide) for family in OTHERS)],
+)
+def test_experts_may_be_fused(family, tmp_path):
+    """As transformers hold them in memory: it and areax read both, and from either come the same files."""
+    apart, config = saved(tmp_path / "apart", family)
+    report = convert.convert(apart, tmp_path / "fused", experts="fused")
+    stored = safetensors.read(tmp_path / "fused")
+    gated = family != "nemotron_h"
+    name = "experts.gate_up_proj" if gated else "experts.up_proj"
+    first = next(x for key, x in stored.items() if key.endswith(name))
+    assert first.shape[:2] == (config.experts, config.expert_ffn * (1 + gated))
+    assert report["tensors"] == len(stored) < len(safetensors.read(apart))
+    convert.convert(tmp_path / "fused", tmp_path / "again")
+    same(tmp_path / "again", apart)
+    logits = []
+    for path in (apart, tmp_path / "fused"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not any(info.values()), info
+        with torch.no_grad():
+            logits.append(model(torch.arange(9)[None]).logits.numpy())
+    np.testing.assert_allclose(*logits, atol=1e-5)
+
+
+def test_embeddings_may_be_untied_and_tied(tmp_path):
+    tied, _ = saved(tmp_path / "tied", "qwen3")
+    convert.convert(tied, tmp_path / "untied", embeddings="untied")
+    stored = safetensors.read(tmp_path / "untied")
+    np.testing.assert_array_equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "untied/config.json").read_text())["tie_word_embeddings"] is False
+    assert hf.load(tmp_path / "untied")[0].tied is False
+    convert.convert(tmp_path / "untied", tmp_path / "again", embeddings="tied")
+    same(tmp_path / "again", tied)
+    other, _ = saved(tmp_path / "other", "qwen3", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="--embeddings tied needs a lm_head.weight that equals the embeddings"):
+        convert.convert(other, tmp_path / "new", embeddings="tied")
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@ALONE
+@pytest.mark.parametrize("prefix, family", [("", "qwen3"), ("model.", "qwen3_moe")])
+def test_a_checkpoint_of_fsdp2_is_converted(prefix, family, tmp_path, monkeypatch):
+    """As transformers' module has its tensors, with experts fused, beside an optimiser's; the same files come out."""
+    base, config = saved(tmp_path / "base", family)
+    module = transformers.AutoModelForCausalLM.from_pretrained(base)
+    state = {f"{prefix}{name}": x for name, x in module.state_dict().items()}
+    state["optimizer.state.model.embed_tokens.weight.exp_avg"] = torch.ones(3)
+    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    read, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda into, **how: (read.extend(into), load(into, **how)))
+    convert.convert(tmp_path / "dcp", tmp_path / "converted", base=str(base))
+    same(tmp_path / "converted", base)
+    assert len(read) <= 2 * (len(state) - 1)  # not once for each expert
+    with pytest.raises(ValueError, match="name that model's folder with --base"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new")
+    wide, _ = saved(tmp_path / "wide", family, hidden_size=48)
+    with pytest.raises(ValueError, match=r"must be \[64, 48\] by config.json, got \[64, 32\]"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(wide))
+    state[f"{prefix}model.norm.weight"][0] = torch.inf
+    checkpoint.save(state, checkpoint_id=tmp_path / "inf", no_dist=True)
+    with pytest.raises(ValueError, match="1 of the 32 numbers of .*model.norm.weight are not finite"):
+        convert.convert(tmp_path / "inf", tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+
+
+@ALONE
+def test_other_distributed_checkpoints_are_refused(tmp_path):
+    """Other names, and an index that would run a program when it is read."""
+    base, _ = saved(tmp_path / "base")
+    checkpoint.save({"decoder.layers.0.weight": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(ValueError, match="must have Hugging Face's names, .* got decoder.layers.0.weight; convert it"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
+    dotted = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x04true\x85R."
+    for index in (b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(print), dotted):
+        (tmp_path / "dcp/.metadata").write_bytes(index)
+        with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got another"):
+            convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("20kb", 20_000), ("7B", 7)])
+def test_sizes(text, size):
+    assert files.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "0GB", "-1GB", "5 XB", "nanGB"])
+def test_bad_sizes(text):
+    with pytest.raises(ValueError, match="--shard-size must be a size such as 5GB or 500MB, got"):
+        files.Files(shard_size=text)
