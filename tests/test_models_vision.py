@@ -275,7 +275,7 @@ def test_a_model_of_text_alone_refuses_images():
         traced(text, alone)
     with pytest.raises(ValueError, match=r"images need a model with a vision tower"):  # of a teacher
         traced(params, config, others=[(text, alone)], per_chunk=lambda *each: ())
-    with pytest.raises(ValueError, match="images need all arrays of vision.arrange, got none for patch_frame$"):
+    with pytest.raises(ValueError, match="images need all arrays of vision.arrange, got none for patch_frame\n"):
         batch = batch.without("patch_frame")
         traced(params, config)
 
