@@ -12,7 +12,7 @@ from areax.models.vision import Media
 
 IMAGE, VIDEO, START, END = 57, 58, 59, 60
 TEXT = dict(
-    vocab_size=61, hidden_size=40, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=62, hidden_size=40, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=12, max_position_embeddings=96, initializer_range=0.2, rms_norm_eps=1e-2,
 )  # fmt: skip
 BLOCKS = dict(

@@ -225,11 +225,11 @@ def _runs(T, S, span, size, aligned, bidirectional=False):
     _, runs, nears = _platform_sizes()
     length = size * -(-T // (size * runs))
     limit = T if span is None else span - 1
-    bounds = {*range(0, T, length), T // size * size, T}
+    ends = {*range(0, T, length), T // size * size, T}
     if aligned and bidirectional and limit < T:  # the chunks at both ends of the row, whose reach is cut off
         edge = size * -(-limit // size)
-        bounds |= {at for at in (edge, T // size * size - edge) if 0 < at < T}
-    bounds = sorted(bounds)
+        ends |= {at for at in (edge, T // size * size - edge) if 0 < at < T}
+    bounds = sorted(ends)
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
     if not aligned:
         return [(each, [(slice(0, S), None)]) for each in queries]

@@ -49,7 +49,8 @@ def causal(
     if key_index_BS is not None:
         seen = _seen_keys((segment_BT, index_BT), (key_segment_BS, key_index_BS), pattern)
     elif pattern.bidirectional:
-        seen = _seen_keys(*[(segment_BT, segment_index(segment_BT))] * 2, pattern)
+        here = segment_BT, segment_index(segment_BT)
+        seen = _seen_keys(here, here, pattern)
     else:
         segment_BT = _rows(segment_BT)
         row_BT = jnp.broadcast_to(jnp.arange(segment_BT.shape[1], dtype=jnp.int32), segment_BT.shape)

@@ -4,7 +4,8 @@ A model has its tower if it was loaded with `hf.load(path, vision=True)`. `arran
 the host, `attach` those of a Batch; `models.score` and `models.forward` read them.
 """
 
-from .patches import PER_TOKEN, Media, arrange, attach, given
+from .media import Media
+from .patches import PER_TOKEN, arrange, attach, given
 from .placement import Seen, added, replaced, see
 from .positions import positions
 from .table import TOWERS, table, with_vision

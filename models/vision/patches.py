@@ -3,32 +3,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...core.batch import Batch
 from ...core.packing import bucket
+from .media import Media, check
 from .positions import positions
 from .tower import Tower
 
 PER_TOKEN = "feature", "axis_position"  # of the arrays that `arrange` makes, those with an entry per token
 NAMES = "patch", "patch_frame", "patch_place", "patch_window", *PER_TOKEN
-
-
-class Media(NamedTuple):
-    """An image or a video.
-
-    Attributes:
-      patches: [N, F], as a Hugging Face processor of the model gives them: frame by frame, the merge x merge patches of
-        a feature side by side.
-      grid: its frames (pairs of them, with frames of 2), and rows and columns of patches.
-      seconds: of video between two frames of the grid; only read where Qwen2.5-VL's positions depend on it.
-    """
-
-    patches: Any
-    grid: tuple[int, int, int]
-    seconds: float = 1.0
 
 
 def attach(batch: Batch, media: Sequence[Sequence[Media]], tower: Tower, patches: int | None = None) -> Batch:
@@ -76,7 +61,7 @@ def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower
     (B, T), unit = token_BT.shape, tower.unit
     if len(media) != B:
         raise ValueError(f"images: {B} rows need as many lists of images, got {len(media)}")
-    counts = [sum(math.prod(_checked(one, tower)) for one in row) for row in media]
+    counts = [sum(check(one, tower) for one in row) for row in media]
     P = bucket(max(-(-max(counts) // unit), 1)) * unit if patches is None else patches
     if P % unit:
         raise ValueError(f"images: patches must be a multiple of {unit}, got {P}")
@@ -95,24 +80,8 @@ def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower
     if tower.window is not None:
         out["patch_window"] = np.zeros((B, P), np.int32)
     for b, row in enumerate(media):
-        start, frames, windows, order = 0, 0, 0, []
-        for one in row:
-            t, h, w = one.grid
-            end = start + t * h * w
-            place, window, inside = _frame(h, w, tower)
-            patch = np.asarray(one.patches).reshape(t, h * w, -1)[:, inside]
-            out["patch"][b, start:end] = patch.reshape(end - start, -1)
-            out["patch_place"][b, start:end] = np.tile(place[inside], (t, 1))
-            each = np.arange(t, dtype=np.int32)[:, None]
-            out["patch_frame"][b, start:end] = np.repeat(each + frames + 1, h * w)
-            if tower.window is not None:
-                number = window[inside]
-                out["patch_window"][b, start:end] = (number + each * (number[-1] + 1) + windows + 1).reshape(-1)
-                windows += t * (number[-1] + 1)
-            features = np.argsort(inside[::unit]) + each * (h * w // unit)  # where each of a frame's features is
-            order.append(features.reshape(-1) + start // unit)
-            start, frames = end, frames + t
-        _place_tokens(out, b, token_BT[b], segment_BT[b], row, order, tower)
+        features = _place_patches(out, b, row, tower)
+        _place_tokens(out, b, token_BT[b], segment_BT[b], row, features, tower)
     return out
 
 
@@ -134,18 +103,25 @@ def given(inputs: dict, tower: Tower | None) -> dict:
     return found
 
 
-def _checked(one: Media, tower: Tower) -> tuple[int, int, int]:
-    """The grid of an image."""
-    grid, shape = tuple(map(int, one.grid)), np.shape(one.patches)
-    if len(grid) != 3 or min(grid) < 1 or grid[1] % tower.merge or grid[2] % tower.merge:
-        raise ValueError(
-            f"images: a grid must be frames, rows and columns, the last two multiples of {tower.merge}, got {grid}"
-        )
-    if shape != (math.prod(grid), tower.pixels):
-        raise ValueError(
-            f"images: a grid of {grid} has {math.prod(grid)} patches of {tower.pixels} numbers, got {shape}"
-        )
-    return grid
+def _place_patches(out: dict, b: int, row: Sequence[Media], tower: Tower) -> np.ndarray:
+    """Fills in what belongs to patches; where each feature of the row is, in the order of its tokens."""
+    start = frames = windows = 0
+    found = [np.zeros(0, np.int64)]
+    for one in row:
+        t, h, w = one.grid
+        end, each = start + t * h * w, np.arange(t)[:, None]
+        place, window, order = _frame(h, w, tower)
+        out["patch"][b, start:end] = np.asarray(one.patches).reshape(t, h * w, -1)[:, order].reshape(end - start, -1)
+        out["patch_place"][b, start:end] = np.tile(place[order], (t, 1))
+        out["patch_frame"][b, start:end] = np.repeat(each + frames + 1, h * w)
+        if tower.window is not None:
+            count = window.max() + 1
+            out["patch_window"][b, start:end] = (window[order] + each * count + windows + 1).reshape(-1)
+            windows += t * count
+        features = np.argsort(order[:: tower.unit]) + each * (h * w // tower.unit)
+        found.append(features.reshape(-1) + start // tower.unit)
+        start, frames = end, frames + t
+    return np.concatenate(found)
 
 
 def _frame(h: int, w: int, tower: Tower) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,9 +137,8 @@ def _frame(h: int, w: int, tower: Tower) -> tuple[np.ndarray, np.ndarray, np.nda
     return place, window, np.argsort(window, kind="stable")
 
 
-def _place_tokens(out: dict, b: int, token_T, segment_T, row: Sequence[Media], order: list, tower: Tower) -> None:
+def _place_tokens(out: dict, b: int, token_T, segment_T, row: Sequence[Media], features, tower: Tower) -> None:
     """Fills in what belongs to tokens, segment by segment."""
-    left, features = list(row), np.concatenate(order) if order else np.zeros(0, np.int32)
     stands_T = np.isin(token_T, (tower.image, tower.video)) & (segment_T > 0)
     if stands_T.sum() != len(features):
         raise ValueError(
@@ -171,9 +146,10 @@ def _place_tokens(out: dict, b: int, token_T, segment_T, row: Sequence[Media], o
             f"{int(stands_T.sum())} tokens in row {b}"
         )
     out["feature"][b, stands_T] = features
+    left = list(row)
     for segment in np.unique(segment_T[segment_T > 0]):
         here = segment_T == segment
-        count, own = int((here & stands_T).sum()), []
-        while sum(math.prod(one.grid) // tower.unit for one in own) < count:
+        own: list[Media] = []
+        while sum(math.prod(one.grid) for one in own) < (here & stands_T).sum() * tower.unit:
             own.append(left.pop(0))
         out["axis_position"][b, here] = positions(token_T[here], own, tower)[0]

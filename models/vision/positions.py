@@ -1,16 +1,11 @@
 """M-RoPE (arXiv:2409.12191): positions of tokens in time, height and width (numpy)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .media import Media
 from .tower import Tower
-
-if TYPE_CHECKING:
-    from .patches import Media
 
 
 def positions(tokens, media: Sequence[Media], tower: Tower) -> tuple[np.ndarray, int]:
