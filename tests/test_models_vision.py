@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,10 @@ import vlm
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
-from areax.core import losses, optim, packing, step
+from areax.core import losses, optim, packing, param, step
 from areax.core.batch import Batch
 from areax.models import vision
-from areax.parallel import batches, mesh, rules
+from areax.parallel import batches, mesh, offload, rules
 from areax.rollout import types
 
 T = 56
@@ -247,6 +249,48 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, layout):
     with jax.set_mesh(on):
         got = step_of(config, params, batch, mesh=on)
     assert_same_step(got, step_of(config, params, batch))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_mesh_loads_its_shards(name, tmp_path):
+    config, params = made(name)
+    hf.save(tmp_path, config, params)
+    on = mesh.make(mesh.Layout(fsdp=2, tp=2))
+    _, loaded = hf.load(tmp_path, mesh=on, vision=True)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, loaded))
+    table = models.table(config)
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, loaded, rules.of_params(table, on)))
+    split = {name for name, x in loaded["vision"]["stacks"][0].items() if not x.sharding.is_fully_replicated}
+    assert split >= {"q", "k", "v", "o", "up", "down"}
+    explained = models.explain(config, on)
+    assert "vision.stacks.0.q " in explained and "vision_heads/tp, vision_embed/fsdp" in explained
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_no_array_has_a_place_for_every_pair_of_patches(name):
+    """Forwards and backwards, whatever is inside of loops and branches; 7 patches of queries at a time."""
+    config, P = made(name)[0], 1248
+    axes = {"patch": (1, P, 24), "patch_frame": (1, P), "patch_place": (1, P, 4), "patch_window": (1, P),
+            "feature": (1, 9), "axis_position": (1, 9, 3)}  # fmt: skip
+    images = {key: jnp.zeros(shape, "float32" if key == "patch" else "int32") for key, shape in axes.items()}
+    images = vision.given(
+        {key: x for key, x in images.items() if key != "patch_window" or config.vision.window}, config.vision
+    )
+    weights = param.abstract(vision.table(config.vision))
+    loss = lambda params: vision.see(params, images, config.vision, models.Run(query_chunk=7)).merged_BUD.sum()
+    shapes = {
+        tuple(map(int, found.split(",")))
+        for found in re.findall(r"f32\[([\d,]+)\]", str(jax.make_jaxpr(jax.grad(loss))(weights)))
+    }
+    assert max(shape.count(P) for shape in shapes) == 1 and max(map(math.prod, shapes)) <= P * 240
+
+
+def test_masters_on_the_host_are_refused():
+    with pytest.raises(
+        ValueError, match="offload: the weights must be those of a text model alone, got vision as well"
+    ):
+        offload.parts(models.table(made("qwen3_vl")[0]), optim.Optimizer(), "float32")
 
 
 @pytest.mark.mesh

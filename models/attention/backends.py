@@ -83,7 +83,7 @@ FLOAT = *HALF, "float32"
 BACKENDS: dict[str, Supports] = {
     "splash": Supports(
         ("tpu",), length=128, value_dim=True, packing=True, other_keys=True, window=True, scale=True, softcap=True,
-        sinks=True,
+        bidirectional=True, sinks=True,
     ),
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True, scale=True),
     "triton": Supports(
