@@ -12,7 +12,6 @@ from .table import table
 from .tower import Tower, features
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Seen:
     """What a text model gets of images.
@@ -38,13 +37,10 @@ def see(params, images: Mapping[str, Any], tower: Tower, run: Any) -> Seen:
       images: the arrays of `patches.arrange`.
       run: a `models.Run`.
     """
-    of_patches = {f"{name}_{axes}": images[name] for name, axes in AXES.items() if name in images}
-    made = features(params, **of_patches, tower=tower, table=table(tower), run=run)
+    arrays = (images.get(name) for name in ("patch", "patch_frame", "patch_place", "patch_window"))
+    made = features(params, *arrays, tower=tower, table=table(tower), run=run)
     merged_BUD, tapped_NBUD = made if tower.trained else jax.lax.stop_gradient(made)
     return Seen(merged_BUD, tapped_NBUD, images["feature"], jnp.moveaxis(images["axis_position"], -1, 0))
-
-
-AXES = {"patch": "BPF", "patch_frame": "BP", "patch_place": "BPC", "patch_window": "BP"}
 
 
 @shaped

@@ -90,8 +90,9 @@ class Tower:
 def features(
     params, patch_BPF, patch_frame_BP, patch_place_BPC, patch_window_BP=None, *, tower: Tower, table: Table, run: Any
 ):
-    """(features, features for the first text layers [N, B, U, D]): [B, U, D] with U = P / merge^2, one for each
-    `merge`^2 patches side by side; N is the number of taps.
+    """Encodes patches: (features [B, U, D], features for the first N text layers [N, B, U, D]).
+
+    A feature is of merge^2 patches side by side, U = P / merge^2; N is the number of taps.
 
     Args:
       patch_BPF: pixels of patches in the order of `patches.arrange`, which says what the other arrays are.
