@@ -91,7 +91,7 @@ def _stop_ids(config, generation: Mapping, path: Path) -> tuple[int, ...]:
     return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < config.vocab)
 
 
-def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = ()):
+def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = (), vision: bool = False):
     """Loads (config, params) of a checkpoint of any family; missing and unexpected tensors are errors.
 
     With tied embeddings, an `lm_head` is accepted if it equals them. A `score.weight` gives a value head. Keys may lack
@@ -103,12 +103,15 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
       mesh: a Mesh over which weights are sharded according to `parallel.rules`; each device reads only its shard. None
         = the default device.
       init_missing: heads among "score" and "head" that are randomly initialised if the checkpoint lacks them.
+      vision: also loads a wrapper's vision tower (`models.with_vision`), `params["vision"]`, so that the model reads
+        images.
 
     Raises:
       ValueError: as `read_config` and `check`; a truncated checkpoint; missing, unexpected or misshapen tensors, by
-        name.
+        name; as `models.with_vision`.
     """
     config, stored = read_config(path), safetensors.read(path)
+    config = models.with_vision(config) if vision else config
     config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing)
     check(path, stored, skip=config.rest.names if config.rest else ())
     return passed.loaded(config, path), params
@@ -328,6 +331,8 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     starts = lambda prefix: any(key.startswith((f"{prefix}embed_tokens.", f"{prefix}layers.")) for key in tensors)
     prefix = next(filter(starts, spelt_as), spelt_as[0])
     scored = config.value_head or "score.weight" in tensors or "score" in init_missing
+    if scored and config.vision:
+        raise ValueError(f"{where}: a model with a value head reads no images; load it without its vision tower")
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
     head, embed = wrappers.head(config), f"{prefix}embed_tokens.weight"
     if not wrappers.states_tying(config) and {head, embed} <= tensors.keys():  # as in transformers, files decide

@@ -76,6 +76,10 @@ class Batch:
     def replace(self, **changes) -> "Batch":
         return dataclasses.replace(self, **changes)
 
+    def without(self, name: str) -> "Batch":
+        """The batch without one of its `input` arrays, if it has it."""
+        return self.replace(input={key: x for key, x in self.input.items() if key != name})
+
     def with_scalars(self, **values) -> "Batch":
         """The batch with more values in `scalars`, each repeated for every microbatch."""
         front = self.token_BT.shape[:-2]

@@ -89,14 +89,22 @@ def _repeats(kinds: Sequence[Hashable], period: int) -> int:
 
 @dataclass(frozen=True, eq=False)  # of one model there is one, and what follows from it is cached by it
 class Table:
-    """All weights of a model: `top` by name, `stacks` in order of their first layers, `dims` the size of each logical
-    axis; `unused` are keys of tensors that checkpoints may have and the model does not use, or, with a "." at their
-    end, what such keys begin with."""
+    """All weights of a model.
+
+    Attributes:
+      top: weights of no layer, by name.
+      stacks: layers, in order of their first ones.
+      dims: the size of each logical axis.
+      unused: keys of tensors that checkpoints may have and the model does not use, or, with a "." at their end, what
+        such keys begin with.
+      inner: tables of models inside, whose trees are in this one's by name.
+    """
 
     top: Mapping[str, Param]
     stacks: tuple[Stack, ...]
     dims: Mapping[str, int]
     unused: tuple[str, ...] = ()
+    inner: Mapping[str, "Table"] = field(default_factory=dict)
 
     def leaves_out(self, key: str) -> bool:
         """Whether a checkpoint may have a tensor of this name that the model does not use."""
@@ -207,20 +215,24 @@ def plain(x):
     return jax.jit(dequantise)(x) if isinstance(x, QuantisedWeight) else x
 
 
-def leaves(table: Table) -> dict:
-    """The parameter tree with a Leaf in place of each array."""
+def leaves(table: Table, at: str = "") -> dict:
+    """The parameter tree with a Leaf in place of each array.
+
+    Args:
+      at: what their paths begin with.
+    """
 
     def leaf(name, path, p, layers):
         sizes = tuple(table.dims[axis] for axis in p.axes.split())
         shape = sizes if layers is None else (len(layers), *sizes)
-        return Leaf(p, f"{path}{name}", shape, layers)
+        return Leaf(p, f"{at}{path}{name}", shape, layers)
 
     tree: dict = {name: leaf(name, "", p, None) for name, p in table.top.items()}
     tree["stacks"] = [
         {name: leaf(name, f"stacks.{i}.", p, stack.layers) for name, p in stack.params.items()}
         for i, stack in enumerate(table.stacks)
     ]
-    return tree
+    return tree | {name: leaves(each, f"{at}{name}.") for name, each in table.inner.items()}
 
 
 def leaf_list(table: Table) -> list[Leaf]:

@@ -1,10 +1,13 @@
 """Model families, one module each (`config`, `to_hf`, `table`, `embed`, `block`), and functions for all of them."""
 
+import dataclasses
+
 from ..core import param
 from ..parallel import rules
-from . import config_json, wrappers
+from . import config_json, vision, wrappers
 from .families import FAMILIES
 from .transformer import Run, Scores, backbone, default_dtype, forward, head, score, value
+from .vision import with_vision
 from .wrappers import text_only
 
 
@@ -32,6 +35,8 @@ def config_to_hf(config) -> dict:
 def table(config):
     """The Param table of a Config."""
     made = wrappers.with_rest(FAMILIES[config.family].table(config), config)
+    if config.vision:
+        made = dataclasses.replace(made, inner={"vision": vision.table(config.vision, wrappers.of_module(config))})
     param.check_parts(made)
     return made
 
@@ -43,5 +48,5 @@ def explain(config, mesh, dtype="float32") -> str:
 
 __all__ = [
     "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "default_dtype", "explain", "forward",
-    "head", "score", "table", "text_only", "value",
+    "head", "score", "table", "text_only", "value", "vision", "with_vision",
 ]  # fmt: skip

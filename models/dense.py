@@ -23,6 +23,7 @@ from .layers import rope as rotary
 from .layers.linear import linear
 from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
+from .vision.tower import Tower
 from .wrappers import Rest
 
 ROPE = rotary.Rope()  # of families that state no other
@@ -47,6 +48,7 @@ class Config:
       logit_softcap: logits are cap x tanh(logit / cap) (arXiv:2408.00118); None = off.
       rest: tensors of the checkpoint that the model does not use, which exports get from it; None = there are none, or
         no checkpoint was read.
+      vision: the vision tower, whose weights are `params["vision"]` (`vision.with_vision`); None = text alone.
     """
 
     family: str
@@ -76,6 +78,7 @@ class Config:
     logit_softcap: float | None = None
     source: str = "{}"
     rest: Rest | None = field(default=None, compare=False)
+    vision: Tower | None = None
 
     @property
     def rope(self) -> rotary.Rope:

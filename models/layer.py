@@ -42,6 +42,7 @@ class Attention:
       source: index of the layer whose keys and values are used; None = the layer's own.
       kept: later layers use this layer's keys and values; its block reports them as "keys_values".
       latent: size of the latent vectors from which keys and values are made, which decoding caches; None = none.
+      deepstack: features of images are added behind the layer (arXiv:2406.04334).
     """
 
     heads: int
@@ -55,6 +56,7 @@ class Attention:
     source: int | None = None
     kept: bool = False
     latent: int | None = None
+    deepstack: bool = False
 
     @property
     def cached(self) -> tuple[int, int, int]:
@@ -143,15 +145,22 @@ class Recurrence:
 AnyMixer = Mixer | Recurrence
 
 
-def mixers(layers: Sequence[Layer], position_BT) -> Callable[[Attention, Callable], Mixer]:
+def mixers(layers: Sequence[Layer], position_BT, position_3BT=None) -> Callable[[Attention, Callable], Mixer]:
     """Returns `mixer(layer, attend)` for tokens at these positions.
 
     cos and sin are computed here, once for each rotary embedding, so that a scan over layers does not repeat them.
+
+    Args:
+      position_3BT: positions in time, height and width, by which rotary embeddings turn; None = position_BT on each.
     """
     tables: dict[Any, Any] = {}
     for layer in layers:
         if isinstance(layer, Attention) and layer.rope is not None and (layer.rope, layer.rope_dim) not in tables:
-            tables[layer.rope, layer.rope_dim] = rotary.tables(position_BT, layer.rope, layer.rope_dim)
+            turns = layer.rope, layer.rope_dim
+            if position_3BT is None:
+                tables[turns] = rotary.tables(position_BT, *turns)
+            else:
+                tables[turns] = rotary.axis_tables(position_3BT, *turns)
 
     def rotate(layer, x_BTNH):
         if layer.rope is None:

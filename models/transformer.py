@@ -14,7 +14,7 @@ from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
-from . import remat
+from . import remat, vision
 from .attention import backends
 from .families import FAMILIES
 from .layer import AnyMixer, Attention, mixers, over_rows
@@ -92,14 +92,16 @@ def family(config):
 
 @shaped
 def backbone(
-    params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run(), packing=True
-):
+    params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run(), packing=True,
+    images=None,
+):  # fmt: skip
     """Embedding, a scan over each stack of layers, final norm.
 
     Args:
       chosen_BTLK: experts of each token for `moe.Routing`, with L the MoE layers or all layers (others are ignored);
         None = the routers choose.
       packing: False = each row is one sequence without padding.
+      images: the arrays of `vision.arrange`; None or {} = text alone.
 
     Returns:
       hidden_BTD; the `aux` of `Scores`.
@@ -111,7 +113,10 @@ def backbone(
     table = module.table(config)
     chosen = _by_stack(chosen_BTLK, table, config)
     x_BTD = module.embed(params, token_BT, config, run.dtype or params["embed"].dtype)
-    mixer = mixers(config.records, position_BT)
+    seen = vision.see(params["vision"], images, config.vision, run) if images else None
+    if seen:
+        x_BTD = vision.replaced(x_BTD, seen.merged_BUD, seen.feature_BT)
+    mixer = mixers(config.records, position_BT, seen and seen.position_3BT)
     inputs = per_layer(module, params, token_BT, x_BTD, config)
     shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
 
@@ -123,7 +128,7 @@ def backbone(
         return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
 
     def layer(stack, x_BTD, each):
-        w, chosen_BTK, beside = each
+        w, chosen_BTK, beside, tapped_BUD = each
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         w = quantised.widened(rules.gather(w, stack.params), x_BTD.dtype) | beside
@@ -136,6 +141,8 @@ def backbone(
             mix = over_rows(record, segment_BT, run.cp)
         x_BTD, report = module.block(x_BTD, w, mix, config, routing)
         sums = {name: x for name, x in report.items() if name != "experts"}
+        if tapped_BUD is not None:
+            x_BTD = vision.added(x_BTD, tapped_BUD, seen.feature_BT)
         return rules.constrain(x_BTD, "batch seq hidden"), sums
 
     reports: list[dict] = []
@@ -150,7 +157,8 @@ def backbone(
             return x_BTD, sums
 
         beside = [{name: x[np.array(table.stacks[i].layers)] for name, x in inputs.items()} for i in turn]
-        each = list(zip([params["stacks"][i] for i in turn], [chosen[i] for i in turn], beside, strict=True))
+        tapped = [_tapped(table.stacks[i].layers, config, seen) for i in turn]
+        each = list(zip([params["stacks"][i] for i in turn], [chosen[i] for i in turn], beside, tapped, strict=True))
         x_BTD, sums = jax.lax.scan(one_of_each, x_BTD, each)
         for i, new in zip(turn, sums, strict=True):
             if "keys_values" in new:  # of a stack of one layer, since no other has its record
@@ -164,6 +172,14 @@ def per_layer(module, params, token_BT, x_BTD, config) -> dict:
     """What layers read beside the residual stream, {name: [layers, B, T, ...]}; nothing in most families."""
     made = module.per_layer(params, token_BT, x_BTD, config) if hasattr(module, "per_layer") else None
     return {} if made is None else {"per_layer_input": made}
+
+
+def _tapped(layers, config, seen):
+    """The features that are added behind the layers of a stack, [layers, B, U, D]; None if there are none."""
+    record = config.records[layers[0]]
+    if seen is None or not (isinstance(record, Attention) and record.deepstack):
+        return None
+    return seen.tapped_NBUD[np.array(layers)]
 
 
 def last_norm(x_BTD, params, config):
@@ -201,12 +217,16 @@ def logits(product, config):
     return scaled if cap is None else cap * jnp.tanh(scaled / cap)
 
 
-def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run()):
+def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run(), images=None):
     """Next-token logits, f32[B, T, V].
 
     Args:
       position_BT: rope positions; None = index within the segment.
       segment_BT: segment ids, adjacent equal ids being one sequence; 0 = padding; None = each row is one sequence.
+      images: the arrays of `vision.arrange`, whose positions are then those of rope; None = text alone.
+
+    Raises:
+      ValueError: there are images, and the model was loaded without its vision tower.
     """
     packing = segment_BT is not None
     segment_BT = segment_BT if packing else jnp.ones(token_BT.shape, jnp.int32)
@@ -214,7 +234,8 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     position_BT = index_BT if position_BT is None else position_BT
     into, back = context.arrange(run.cp, token_BT.shape[1])
     rows = map(into, (token_BT, position_BT, segment_BT, index_BT))
-    hidden_BTD = back(backbone(params, *rows, config=config, run=run, packing=packing)[0])
+    images = _images(images or {}, config, into)
+    hidden_BTD = back(backbone(params, *rows, config=config, run=run, packing=packing, images=images)[0])
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     w = head(params).astype(hidden_BTD.dtype)
     return logits(jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide), config)
@@ -224,7 +245,8 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
     Works in chunks of tokens: no [T, V] array is held, forward or backward. If the batch has
-    `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`).
+    `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`); if it has the
+    arrays of `vision.arrange`, tokens stand for features of images.
 
     Args:
       temperature: positive scalar, or one per token, [B, T].
@@ -235,7 +257,8 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
         temperature 1, without gradients. If their vocabulary is larger, only its first V entries.
 
     Raises:
-      ValueError: one of the others has a smaller vocabulary.
+      ValueError: one of the others has a smaller vocabulary; or there are images, and one of the models was loaded
+        without its vision tower.
     """
     hidden_BTD, aux, into, back = _hidden(params, batch, config, run)
     frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
@@ -267,7 +290,13 @@ def _hidden(params, batch: Batch, config, run: Run):
     into, back = context.arrange(run.cp, batch.token_BT.shape[1])
     rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
     chosen_BTLK = jax.tree.map(into, _chosen(batch))
-    return *backbone(params, *rows, chosen_BTLK, config=config, run=run), into, back
+    images = _images(batch.input, config, into)
+    return *backbone(params, *rows, chosen_BTLK, config=config, run=run, images=images), into, back
+
+
+def _images(inputs, config, into):
+    """The arrays of images among inputs, those of tokens in the order of `run.cp`."""
+    return {name: into(x) if name in vision.PER_TOKEN else x for name, x in vision.given(inputs, config.vision).items()}
 
 
 def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
@@ -275,7 +304,7 @@ def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
     if config.vocab < vocabulary:
         raise ValueError(f"score: other models need a vocabulary of at least {vocabulary} entries, got {config.vocab}")
     params = jax.lax.stop_gradient(params)
-    hidden_BTE = _hidden(params, batch.replace(input={}), config, run)[0]  # recorded experts are the student's
+    hidden_BTE = _hidden(params, batch.without("routed_experts"), config, run)[0]  # they are the student's
     return jax.lax.stop_gradient(hidden_BTE), head(params)[:vocabulary]
 
 

@@ -102,7 +102,7 @@ def text(hf: dict) -> dict:
     wrapper = of(hf)
     if wrapper is None:
         return hf
-    inner = _inner(hf)
+    inner = text_options(hf)
     if not isinstance(inner, dict):
         raise ValueError(f"config.json: {hf['model_type']} needs text_config, the text model's options, got {inner!r}")
     name = inner.get("model_type", next(iter(wrapper.texts), None))
@@ -122,8 +122,9 @@ def text(hf: dict) -> dict:
     return found
 
 
-def _inner(hf: Mapping) -> Any:
-    """The text_config of a wrapper; files of Qwen2.5-VL by transformers 4 have its options beside `vision_config`."""
+def text_options(hf: Mapping) -> Any:
+    """The text_config of a wrapper as it is; files of Qwen2.5-VL by transformers 4 have its options beside
+    `vision_config`."""
     if hf["model_type"] != "qwen2_5_vl" or "text_config" in hf:
         return hf.get("text_config")
     return {key: value for key, value in hf.items() if key not in ("model_type", "vision_config")}
@@ -145,13 +146,13 @@ def text_only(config):
     source = json.loads(config.source)
     if of(source) is None:
         return config
-    return dataclasses.replace(config, prefix="model.", source=json.dumps(text(source)), rest=None)
+    return dataclasses.replace(config, prefix="model.", source=json.dumps(text(source)), rest=None, vision=None)
 
 
 def to_hf(config, made: dict) -> dict:
     """A wrapper's config.json with that of its text model, `made`, in it."""
     hf = json.loads(config.source)
-    inner = _inner(hf)
+    inner = text_options(hf)
     stated = {*inner, "eos_token_id"} - {"architectures"}
     made = {key: value for key, value in made.items() if key not in SHARED or key in stated}
     made["model_type"] = inner.get("model_type", next(iter(WRAPPERS[hf["model_type"]].texts), config.family))
@@ -169,7 +170,7 @@ def to_hf(config, made: dict) -> dict:
 def states_tying(config) -> bool:
     """Whether a config.json says if embeddings and head are tied; that of a wrapper may leave it to its class."""
     hf = json.loads(config.source)
-    return of(hf) is None or any("tie_word_embeddings" in part for part in (hf, _inner(hf)))
+    return of(hf) is None or any("tie_word_embeddings" in part for part in (hf, text_options(hf)))
 
 
 def prefixes(config) -> tuple[str, ...]:
@@ -189,6 +190,12 @@ def in_module(config):
     return config if wrapper is None else dataclasses.replace(config, prefix=wrapper.module)
 
 
+def of_module(config) -> bool:
+    """Whether keys are those in transformers' module."""
+    wrapper = of(json.loads(config.source))
+    return wrapper is not None and config.prefix == wrapper.module
+
+
 def with_rest(table: Table, config) -> Table:
     """A family's table for a checkpoint with this config: the head's key, and the keys that the model does not use."""
     source = json.loads(config.source)
@@ -197,7 +204,8 @@ def with_rest(table: Table, config) -> Table:
     rest = [f"{config.prefix}layers.{i}." for i in range(config.layers, config.layers + more)]
     rest += ["mtp."] if config.family in WITH_MTP else []
     if wrapper:
-        rest += [f"{start}{other}" for other in wrapper.others for start in ("", "model.")]
+        others = () if config.vision else wrapper.others  # those with a tower that is implemented have no others
+        rest += [f"{start}{other}" for other in others for start in ("", "model.")]
         if "head" in top:
             top["head"] = dataclasses.replace(top["head"], keys=(head(config),))
     return dataclasses.replace(table, top=top, unused=(*table.unused, *rest))

@@ -79,7 +79,7 @@ def attention(
     copies = math.lcm(K, sharing) // K
     if copies > 1:
         k_BTKH, v_BTKV = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKV))
-    span = None if pattern is None else pattern.span
+    span = None if pattern is None or pattern.bidirectional else pattern.span
     full_row = lambda x: jax.lax.all_gather(x, "cp", axis=1, tiled=True)
 
     def reach(x):

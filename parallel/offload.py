@@ -91,7 +91,14 @@ def parts(table: param.Table, spec: optim.Optimizer, dtype: str) -> list[Part]:
 
     Args:
       dtype: of the computation.
+
+    Raises:
+      ValueError: the model has a vision tower.
     """
+    if table.inner:
+        raise ValueError(
+            f"offload: the weights must be those of a text model alone, got {', '.join(table.inner)} as well"
+        )
     narrow = jnp.dtype(dtype) != jnp.float32 and spec.weights == "float32"
     leaves = param.leaves(table)["stacks"]
     found = []

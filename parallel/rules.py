@@ -59,6 +59,16 @@ class ShardingRules:
     expert_ffn: Axes = "tp"
     expert_latent: Axes = None
     rank: Axes = None
+    vision_embed: Axes = ("fsdp", "ep")
+    vision_merged: Axes = ("fsdp", "ep")
+    vision_heads: Axes = "tp"
+    vision_hidden: Axes = None
+    vision_ffn: Axes = None
+    vision_channel: Axes = None
+    vision_frame: Axes = None
+    vision_row: Axes = None
+    vision_column: Axes = None
+    place_vocab: Axes = None
 
     batch: Axes = meshes.BATCH
     seq: Axes = "cp"
@@ -70,7 +80,7 @@ class ShardingRules:
 
 RULES = ShardingRules()
 GATHERED = dataclasses.replace(
-    RULES, embed=None, expert_embed=None, q_rank=None, kv_rank=None
+    RULES, embed=None, expert_embed=None, q_rank=None, kv_rank=None, vision_embed=None, vision_merged=None
 )  # rules for weights while in use
 GENERATING = dataclasses.replace(GATHERED, experts=meshes.EXPERTS)  # and on `mesh.generating`
 

@@ -4,12 +4,13 @@ import numpy as np
 
 
 def alone(q_BTNH, k_BTKH, v_BTKV, segment_BT, dout_BTNV, sinks_N=None, *, window=None, chunk=None, scale=None,
-          softcap=None):  # fmt: skip
+          softcap=None, bidirectional=False):  # fmt: skip
     """(out, dq, dk, dv, dsinks or None) of packed rows.
 
     score = c tanh(scale q k / c) with a softcap c (Gemma 2, arXiv:2408.00118), scale q k without. A token sees those of
-    its sequence up to itself, at most `window` of them (arXiv:2004.05150), in the same chunk only (Llama 4). A sink is
-    one more column of the softmax, without a value (gpt-oss, arXiv:2508.10925).
+    its sequence up to itself, at most `window` of them (arXiv:2004.05150), in the same chunk only (Llama 4);
+    bidirectional, as many after it. A sink is one more column of the softmax, without a value (gpt-oss,
+    arXiv:2508.10925).
     """
     q, k, v, dout = (np.float64(x) for x in (q_BTNH, k_BTKH, v_BTKV, dout_BTNV))
     N, K, H = q.shape[2], k.shape[2], q.shape[3]
@@ -20,8 +21,10 @@ def alone(q_BTNH, k_BTKH, v_BTKV, segment_BT, dout_BTNV, sinks_N=None, *, window
             own = np.flatnonzero(segment_T == s)
             i, j = np.meshgrid(np.arange(len(own)), np.arange(len(own)), indexing="ij")
             sees = j <= i
+            if bidirectional:
+                sees[:] = True
             if window is not None:
-                sees &= i - j < window
+                sees &= abs(i - j) < window
             if chunk is not None:
                 sees &= i // chunk == j // chunk
             for n in range(N):

@@ -83,6 +83,8 @@ PATTERNS = {
     "chunk of a block": Pattern(chunk=64),
     "all": Pattern(chunk=100, window=70, scale=0.3, softcap=3.0),
     "all but chunks": Pattern(window=70, scale=0.3, softcap=3.0),
+    "bidirectional": Pattern(bidirectional=True),
+    "bidirectional window": Pattern(bidirectional=True, window=37),
 }
 
 
@@ -134,6 +136,7 @@ PARTS = {
         *(("triton", part, kind) for part in ("middle", "half") for kind in (None, "softcap", "all")),
         *(("splash", "half", kind) for kind in (None, "all but chunks")),
         *((name, "wrapped", "all but chunks") for name in CASES),
+        *((name, "half", kind) for name in CASES for kind in ("bidirectional", "bidirectional window")),
     ],
 )
 def test_kernels_attend_to_keys_of_other_tokens(name, part, kind):
@@ -384,6 +387,7 @@ def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
         ("splash", needs("gpu"), "attention splash: platform gpu not supported; use triton or chunked"),
         ("splash", needs("tpu", length=200), "attention splash: length 200 not supported; use chunked"),
         ("splash", needs("tpu", chunk=8192), "splash: chunk 8192 .*; use chunked"),
+        ("cudnn", needs(packing=False, bidirectional=True), "cudnn: bidirectional True .*; use triton or chunked"),
         ("splash", needs("tpu", ring=True), "attention splash: ring True not supported; use chunked"),
         ("cudnn", needs(packing=False, ring=True), "cudnn: ring True not supported; use triton or chunked"),
         ("cudnn", needs(packing=False, other_keys=True), "cudnn: other_keys True .*; use triton or chunked"),
@@ -416,6 +420,8 @@ def test_unsupported_options_are_refused_by_name(name, asked, words):
         (needs("tpu", other_keys=True, window=8), "splash"),
         (needs("tpu", other_keys=True, chunk=8), "chunked"),
         (needs("tpu", ring=True), "chunked"),
+        (needs("tpu", bidirectional=True), "splash"),
+        (needs(bidirectional=True, window=64, head_dim=80), "triton"),
         (needs(), "triton"),
         (needs(window=8), "triton"),
         (needs(other_keys=True, window=8, chunk=16), "triton"),

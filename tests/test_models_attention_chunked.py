@@ -156,6 +156,38 @@ def test_patterns_in_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, n
     packed.clear_cache()
 
 
+BOTH_WAYS = {"all": {}, "window": dict(window=6), "all of it": dict(window=5, softcap=2.0, scale=0.7)}
+
+
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_bidirectional_patterns(kind, elsewhere):
+    """Every token sees those after it as those before it, of its own sequence alone."""
+    for lengths in ([[T], [9, 1, 1, 30]], [[1] * T, [CHUNK] * 12], [[3, 5, 2] * 4, []]):
+        check(rows(*lengths), elsewhere, bidirectional=True, **BOTH_WAYS[kind])
+
+
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+@pytest.mark.parametrize("near", [(1, 2), ()])
+def test_bidirectional_patterns_in_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, near, kind):
+    """By the longest sequence of the rows, each chunk sees 4, 8 or all keys on either side."""
+    monkeypatch.setattr(chunked, "RUNS", 6)
+    monkeypatch.setattr(chunked, "NEAR", near)
+    packed.clear_cache()  # it would not see other constants
+    for lengths in ([[48], [7, 20, 15]], [[9, 9, 8], [7, 2, 1, 9]], [[5] * 9, [3, 5, 2] * 4]):
+        check(rows(*lengths), V=5, sinks=True, bidirectional=True, **BOTH_WAYS[kind])
+    packed.clear_cache()
+
+
+def test_chunks_look_both_ways_no_further_than_they_need():
+    ways = lambda window: [
+        [(keys.start, keys.stop, reach) for keys, reach in ways]
+        for _, ways in chunked._runs(48, 48, window, 4, True, True)
+    ]
+    assert ways(None)[0] == [(0, 48, None)] and ways(None)[3] == [(0, 48, None), (4, 24, 8)]
+    assert ways(5) == [[(0, 8, None)], *([(i - 4, i + 8, 4)] for i in range(4, 44, 4)), [(40, 48, None)]]
+
+
 def test_sinks_far_from_the_scores():
     """A sink far below changes nothing, one far above takes all; neither gives a NaN."""
     q, k, v, dout, _ = arrays(1)
@@ -193,6 +225,7 @@ def test_the_oracle_differentiates_itself():
         (dict(softcap=0.0), "softcap must be a finite number above 0, or None, got 0.0"),
         (dict(scale=float("nan")), "scale must be .* got nan"),
         (dict(scale="1"), "scale must be .* got '1'"),
+        (dict(bidirectional=True, chunk=3), "bidirectional needs no chunk, got 3; give each chunk a segment"),
     ],
     ids=str,
 )

@@ -97,7 +97,8 @@ class Step:
     def score(self) -> Callable:
         """`score(params, microbatch, *frozen)` of the model in training, without adapters."""
         if self.follows:
-            return lambda params, batch: models.value(params, batch.replace(input={}), config=self.config, run=self.run)
+            value = functools.partial(models.value, config=self.config, run=self.run)
+            return lambda params, batch: value(params, batch.without("routed_experts"))
         if self.distill is None:
             return functools.partial(models.score, config=self.config, run=self.run)
         return functools.partial(

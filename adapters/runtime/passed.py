@@ -37,7 +37,7 @@ def folder(config, base: str | os.PathLike | None = None) -> Path | None:
       ValueError: neither is there, or it lacks some of them; or the config is a wrapper's and no checkpoint was loaded.
     """
     if config.rest is None:
-        if wrappers.wraps(config):
+        if wrappers.wraps(config) and config.vision is None:
             raise ValueError(
                 "save: a wrapper needs the tensors of its other parts, which this config, read without weights, does "
                 "not have; load it with hf.load, or save the text model alone with models.text_only(config)"

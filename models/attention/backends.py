@@ -26,7 +26,7 @@ class Needs:
       other_keys: keys differ from the queries' tokens, as when rows are gathered over cp.
       ring: positions are sharded, and keys are passed around a ring of devices.
       query_chunk: queries per chunk, if a chunk size is requested.
-      window, chunk, scale, softcap: those of the `Pattern`.
+      window, chunk, scale, softcap, bidirectional: those of the `Pattern`.
       sinks: each head has a learnt logit without a value (attention sinks, arXiv:2508.10925).
     """
 
@@ -43,6 +43,7 @@ class Needs:
     chunk: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    bidirectional: bool = False
     sinks: bool = False
 
 
@@ -72,6 +73,7 @@ class Supports:
     chunk: bool = False
     scale: bool = False
     softcap: bool = False
+    bidirectional: bool = False
     sinks: bool = False
 
 
@@ -81,16 +83,16 @@ FLOAT = *HALF, "float32"
 BACKENDS: dict[str, Supports] = {
     "splash": Supports(
         ("tpu",), length=128, value_dim=True, packing=True, other_keys=True, window=True, scale=True, softcap=True,
-        sinks=True,
+        bidirectional=True, sinks=True,
     ),
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True, scale=True),
     "triton": Supports(
         ("gpu",), FLOAT, most_head_dim=256, value_dim=True, packing=True, other_keys=True, ring=True, window=True,
-        chunk=True, scale=True, softcap=True, sinks=True,
+        chunk=True, scale=True, softcap=True, bidirectional=True, sinks=True,
     ),
     "chunked": Supports(
         value_dim=True, packing=True, other_keys=True, ring=True, query_chunk=True, window=True, chunk=True, scale=True,
-        softcap=True, sinks=True,
+        softcap=True, bidirectional=True, sinks=True,
     ),
 }  # fmt: skip
 
@@ -113,6 +115,7 @@ def refusals(name: str, needs: Needs) -> list[str]:
         "chunk": has.chunk or needs.chunk is None,
         "scale": has.scale or needs.scale is None,
         "softcap": has.softcap or needs.softcap is None,
+        "bidirectional": has.bidirectional or not needs.bidirectional,
         "sinks": has.sinks or not needs.sinks,
     }
     return [f"{feature} {getattr(needs, feature)}" for feature, ok in supported.items() if not ok]
@@ -165,7 +168,9 @@ def ring(
     q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N=None, *, axis: str, backend: Name, pattern: Pattern = PLAIN,
     query_chunk: int | None = None,
 ):  # fmt: skip
-    """`chunked.ring`, computed by a backend. Raises as `choose`."""
+    """`chunked.ring`, computed by a backend. Raises as `choose`, and if the pattern is bidirectional."""
+    if pattern.bidirectional:
+        raise ValueError("attention: a ring of devices is causal, got a bidirectional pattern; use gather or ulysses")
     needs = Needs(
         jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BTKV.shape[3], ring=True,
         query_chunk=query_chunk, sinks=sinks_N is not None, **asdict(pattern),

@@ -1,4 +1,4 @@
-"""Chunked causal attention over packed rows: each query chunk reads only keys it may attend to; no [T, T] array."""
+"""Chunked attention over packed rows: each query chunk reads only keys it may attend to; no [T, T] array."""
 
 from functools import partial
 
@@ -28,11 +28,12 @@ def causal(
     q_BTNH, k_BSKH, v_BSKV, segment_BT, index_BT, sinks_N=None, *, key_segment_BS=None, key_index_BS=None,
     pattern: Pattern = PLAIN, query_chunk: int | None = None,
 ):  # fmt: skip
-    """Causal grouped-query attention within segments.
+    """Grouped-query attention within segments, causal unless the pattern is bidirectional.
 
-    The tokens of a segment are contiguous and in order, so a chunk of queries needs no key after it or before the start
-    of its first query's sequence. Memory is linear in T: the backward pass recomputes the scores of a chunk from the
-    log-sum-exp of each row (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in
+    The tokens of a segment are contiguous and in order, so a chunk of queries needs no key before the start of its
+    first query's sequence, and none after itself, or if bidirectional after the end of its last query's. Memory is
+    linear in T: the backward pass recomputes the scores of a chunk from the log-sum-exp of each row (FlashAttention-2,
+    arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in
     fp32 or wider. Differentiable once, in reverse mode.
 
     Args:
@@ -122,8 +123,8 @@ def forward(q_BKGTH, k_BKSH, v_BKSV, here, there, *, pattern, query_chunk, align
 
     Args:
       aligned: queries and keys are the same tokens, in order, so a chunk needs no key after it, before the first
-        that the pattern lets its first query see, or before that query's sequence. Indices may have gaps between
-        adjacent slots.
+        that the pattern lets its first query see, or before that query's sequence; if bidirectional, none after the
+        last that its last query sees. Indices may have gaps between adjacent slots.
     """
     size = _size(q_BKGTH.shape[3], query_chunk)
 
@@ -141,11 +142,13 @@ def forward(q_BKGTH, k_BKSH, v_BKSV, here, there, *, pattern, query_chunk, align
             out_BKGCV = (mean_BKRV.reshape(*score_BKGCY.shape[:-1], -1) / sum_BKGC1).astype(v_BKXV.dtype)
             return (), (out_BKGCV, top_BKGC1 + jnp.log(sum_BKGC1))
 
-        return _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)[1]
+        return _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], _count(reach, size, pattern))[1]
 
     made = [
-        _with_fewest_keys(partial(run, queries), ways, queries, here, size)
-        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], pattern.span, size, aligned)
+        _with_fewest_keys(partial(run, queries), ways, queries, here, size, pattern)
+        for queries, ways in _runs(
+            q_BKGTH.shape[3], k_BKSH.shape[2], pattern.span, size, aligned, pattern.bidirectional
+        )
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
@@ -186,16 +189,17 @@ def backward(
             dq_BKRH = product("BKRY,BKYH->BKRH", dscore_BKRY, k_BKYH)
             return (dk_BKHY, dv_BKVY), (dq_BKRH.reshape(*score_BKGCY.shape[:-1], -1),)
 
-        sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)
-        before = (0, 0), (0, 0), (0, 0), (keys.start - seen.start, 0)
-        return dq_BKGQH, *(jnp.pad(x_BKHX, before) for x_BKHX in sums)
+        count = _count(reach, size, pattern)
+        sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], count)
+        around = (0, 0), (0, 0), (0, 0), (keys.start - seen.start, seen.stop - keys.stop)
+        return dq_BKGQH, *(jnp.pad(x_BKHX, around) for x_BKHX in sums)
 
     dq = []
     B, K, S, H = k_BKSH.shape
     dk_BKHS, dv_BKVS = (jnp.zeros((B, K, each, S), wide) for each in (H, v_BKSV.shape[3]))
-    for queries, ways in _runs(q_BKGTH.shape[3], S, pattern.span, size, aligned):
+    for queries, ways in _runs(q_BKGTH.shape[3], S, pattern.span, size, aligned, pattern.bidirectional):
         seen = ways[0][0]
-        dq_BKGQH, *more = _with_fewest_keys(partial(run, queries, seen), ways, queries, here, size)
+        dq_BKGQH, *more = _with_fewest_keys(partial(run, queries, seen), ways, queries, here, size, pattern)
         dk_BKHS, dv_BKVS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKVS), more, strict=True))
         dq.append(dq_BKGQH)
     return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKVS.swapaxes(2, 3)
@@ -212,41 +216,56 @@ def _platform_sizes():
     return (CHUNK, RUNS, NEAR) if jax.default_backend() == "cpu" else ELSEWHERE
 
 
-def _runs(T, S, span, size, aligned):
+def _runs(T, S, span, size, aligned, bidirectional=False):
     """(queries, ways) of each run of full chunks, and of the remainder.
 
     Ways are (keys, reach), most keys first: each chunk of the run attends to its own keys and the `reach` keys before
-    it, or to all `keys` if `reach` is None.
+    it, if bidirectional to as many after it, or to all `keys` if `reach` is None.
     """
     _, runs, nears = _platform_sizes()
     length = size * -(-T // (size * runs))
-    bounds = sorted({*range(0, T, length), T // size * size, T})
+    limit = T if span is None else span - 1
+    ends = {*range(0, T, length), T // size * size, T}
+    if aligned and bidirectional and limit < T:  # the chunks at both ends of the row, whose reach is cut off
+        edge = size * -(-limit // size)
+        ends |= {at for at in (edge, T // size * size - edge) if 0 < at < T}
+    bounds = sorted(ends)
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
     if not aligned:
         return [(each, [(slice(0, S), None)]) for each in queries]
-    limit = T if span is None else span - 1
     reaches = sorted((near * max(size, T // 32) for near in nears), reverse=True)
+
+    def both_ways(each):
+        inside = lambda reach: each.start >= reach and each.stop + reach <= T
+        around = lambda reach: slice(max(each.start - reach, 0), min(each.stop + reach, T))
+        near = [reach for reach in reaches if 2 * reach <= limit and 4 * reach <= T and inside(reach)]
+        return [(around(limit), limit if inside(limit) else None), *((around(reach), reach) for reach in near)]
 
     def ways(each):
         widest = (slice(0, each.stop), None) if limit >= each.start else (slice(each.start - limit, each.stop), limit)
         near = [reach for reach in reaches if 2 * reach <= min(limit, each.start)]
         return [widest, *((slice(each.start - reach, each.stop), reach) for reach in near)]
 
-    return [(each, ways(each)) for each in queries]
+    return [(each, both_ways(each) if bidirectional else ways(each)) for each in queries]
 
 
-def _by_chunks(attend, length, size, keys, reach):
+def _count(reach, size, pattern):
+    """Keys of a chunk with this reach; None = all of its run."""
+    return None if reach is None else reach * (1 + pattern.bidirectional) + size
+
+
+def _by_chunks(attend, length, size, keys, count):
     """Loops `attend(cut, look) -> (sums, outs)` over the chunks of a run: sums are added up at their keys' positions,
     outs concatenated on axis 3. `cut(x, axis)` slices the chunk's queries, `look(x, axis)` its keys; the run has `keys`
-    keys."""
+    keys, a chunk `count` of them from its own place on, or all if it is None."""
     if length <= size:
         return attend(lambda x, axis: x, lambda x, axis: x)
-    count = keys if reach is None else reach + size
+    moves, count = count is not None, keys if count is None else count
     part = lambda begin, count: lambda x, axis: jax.lax.dynamic_slice_in_dim(x, begin, count, axis)
     at = lambda start, begin: attend(part(start, size), part(begin, count))
 
     def add(sums, start):
-        begin = 0 if reach is None else start
+        begin = start if moves else 0
         new, outs = at(start, begin)
         plus = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, part(begin, count)(x, 3) + new, begin, 3)
         return jax.tree.map(plus, sums, new), outs
@@ -256,14 +275,17 @@ def _by_chunks(attend, length, size, keys, reach):
     return sums, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], length, x.shape[5]), outs)
 
 
-def _with_fewest_keys(attend, ways, queries, here, size):
+def _with_fewest_keys(attend, ways, queries, here, size, pattern):
     """`attend(*way)` with the fewest keys that still cover the sequences of every chunk of the run."""
     branches = [partial(attend, *way) for way in ways]
     if len(ways) == 1:
         return branches[0]()
     _, index_BT = here
-    before = index_BT[:, queries.start : queries.stop : size].max()  # most keys that a chunk needs before its own
-    return jax.lax.switch(sum((before <= reach).astype(jnp.int32) for _, reach in ways[1:]), branches)
+    if pattern.bidirectional:
+        needed = index_BT.max()  # most keys that a chunk needs on either side of its own, by the longest sequence
+    else:
+        needed = index_BT[:, queries.start : queries.stop : size].max()  # and before its own
+    return jax.lax.switch(sum((needed <= reach).astype(jnp.int32) for _, reach in ways[1:]), branches)
 
 
 def _rows(x_BKGCX):
@@ -277,9 +299,7 @@ def _scores(q_BKGCH, k_BKXH, here, there, pattern):
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
     segment_BC1, index_BC1 = (x[:, :, None] for x in here)
     segment_B1X, index_B1X = (x[:, None, :] for x in there)
-    sees_BCX = (segment_BC1 == segment_B1X) & (index_BC1 >= index_B1X)
-    if pattern.span is not None:
-        sees_BCX &= index_B1X >= pattern.first(index_BC1)
+    sees_BCX = (segment_BC1 == segment_B1X) & pattern.sees(index_BC1, index_B1X)
     mask_BCX = jnp.where(sees_BCX, 0, wide.type(-1e30))
     score_BKRX = jnp.einsum("BKRH,BKXH->BKRX", _rows(q_BKGCH), k_BKXH, preferred_element_type=wide)
     score_BKGCX, slope_BKGCX = score_BKRX.reshape(*q_BKGCH.shape[:-1], -1), None

@@ -17,15 +17,18 @@ class Pattern:
         (Llama 4).
       scale: factor of the products of queries and keys; None = key size ** -0.5.
       softcap: scores are softcap x tanh(score / softcap) before the mask; None = off (arXiv:2408.00118).
+      bidirectional: a token also attends to the tokens after it, with a window to window - 1 of them; for images.
 
     Raises:
-      ValueError: a size is not a whole number of at least 1, or a factor not a finite number above 0.
+      ValueError: a size is not a whole number of at least 1, or a factor not a finite number above 0; or chunks are
+        bidirectional.
     """
 
     window: int | None = None
     chunk: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    bidirectional: bool = False
 
     def __post_init__(self):
         for name in ("window", "chunk"):
@@ -36,10 +39,13 @@ class Pattern:
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not math.isfinite(value) or value <= 0):
                 raise ValueError(f"attention: {name} must be a finite number above 0, or None, got {value!r}")
+        if self.bidirectional and self.chunk is not None:
+            raise ValueError(f"attention: bidirectional needs no chunk, got {self.chunk}; give each chunk a segment")
 
     @property
     def span(self) -> int | None:
-        """Maximum number of keys of a query, which are its own token and those just before it; None = no limit."""
+        """Maximum number of keys of a query, which are its own token and those just before it, if bidirectional also as
+        many after it; None = no limit."""
         return min((size for size in (self.window, self.chunk) if size is not None), default=None)
 
     def first(self, index):
@@ -50,6 +56,16 @@ class Pattern:
         if self.window is not None:
             first = jnp.maximum(first, index - (self.window - 1))
         return first
+
+    def sees(self, index, key_index):
+        """Whether a query at `index` attends to a key of its sequence at `key_index`."""
+        if not self.bidirectional:
+            seen = index >= key_index
+        elif self.window is None:
+            seen = True
+        else:
+            seen = key_index < index + self.window
+        return seen if self.span is None else seen & (key_index >= self.first(index))
 
     def factor(self, key_dim: int) -> float:
         """The factor of the products for keys of this size."""

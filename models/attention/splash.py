@@ -23,7 +23,7 @@ def causal(
 
     Args:
       index_BT: only read with separate keys. These are equal parts, one of them the queries' own tokens, those before
-        it in the order of the row.
+        it in the order of the row, and if the pattern is bidirectional, those after it too.
       interpret: runs in interpret mode on any platform, for tests.
     """
     (_, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
@@ -32,18 +32,19 @@ def causal(
         block_q=block, block_kv=block, block_kv_compute=block,
         block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    window = pattern.window
-    mask = masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    mask = _mask(T, S, pattern)
     attend = kernel.make_splash_mha(
         masks.MultiHeadMask([mask] * N), block_sizes=sizes, attn_logits_soft_cap=pattern.softcap, head_shards=1,
-        q_seq_shards=S // T, residual_checkpoint_name=OUTPUT, interpret=interpret,
+        q_seq_shards=mask.shape[0] // T, residual_checkpoint_name=OUTPUT, interpret=interpret,
     )  # fmt: skip
     if key_index_BS is None:
         key_segment_BS = segment_BT
     else:
         part = _own_part((segment_BT, index_BT), (key_segment_BS, key_index_BS))
-        attend = _of_part(attend, part, S // T)
-        key_segment_BS = _without_wrapped((segment_BT, index_BT), (key_segment_BS, key_index_BS), part)
+        if mask.shape[0] > T:
+            attend = _of_part(attend, part, S // T)
+        if not pattern.bidirectional:
+            key_segment_BS = _without_wrapped((segment_BT, index_BT), (key_segment_BS, key_index_BS), part)
     if sinks_N is not None:
         sinks_N = sinks_N.astype(q_BTNH.dtype)  # the kernel's gradient has this dtype whatever theirs
     heads_first = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % LANES)]).transpose(0, 2, 1, 3)
@@ -51,6 +52,15 @@ def causal(
     q_BNTH = heads_first(q_BTNH * pattern.factor(H))
     out_BNTV = jax.vmap(row)(q_BNTH, heads_first(k_BSKH), heads_first(v_BSKV), segment_BT, key_segment_BS)
     return out_BNTV.transpose(0, 2, 1, 3)[..., : v_BSKV.shape[3]]
+
+
+def _mask(T: int, S: int, pattern: Pattern):
+    """Which keys the tokens of a row see, and if they see all, those of a part of it: the kernel cannot cut such a mask
+    into parts."""
+    if pattern.window is not None:
+        before = pattern.window - 1
+        return masks.LocalMask((S, S), (before, before if pattern.bidirectional else 0), 0)
+    return masks.FullMask((T, S)) if pattern.bidirectional else masks.CausalMask((S, S))
 
 
 def _own_part(here, there):

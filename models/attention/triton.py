@@ -46,12 +46,15 @@ def causal(
       interpret: runs in interpret mode on any platform, for tests.
     """
     T, V = q_BTNH.shape[1], v_BSKV.shape[3]
-    if key_index_BS is None:
+    if key_index_BS is not None:
+        seen = _seen_keys((segment_BT, index_BT), (key_segment_BS, key_index_BS), pattern)
+    elif pattern.bidirectional:
+        here = segment_BT, segment_index(segment_BT)
+        seen = _seen_keys(here, here, pattern)
+    else:
         segment_BT = _rows(segment_BT)
         row_BT = jnp.broadcast_to(jnp.arange(segment_BT.shape[1], dtype=jnp.int32), segment_BT.shape)
         seen = _first(segment_BT, pattern), row_BT
-    else:
-        seen = _seen_keys((segment_BT, index_BT), (key_segment_BS, key_index_BS), pattern)
     how = pattern.factor(q_BTNH.shape[3]), pattern.softcap, interpret
     out_BTNV, lse_BNT = _causal(*map(_fill, (q_BTNH, k_BSKH, v_BSKV)), seen, *how)
     return sinks.add(out_BTNV[:, :T, :, :V], lse_BNT[:, :, :T].swapaxes(1, 2), sinks_N)
@@ -117,7 +120,7 @@ def _seen_keys(here, there, pattern):
     [B, T, S] of it.
     """
     (segment_BT1, index_BT1), (segment_B1S, index_B1S) = (x[:, :, None] for x in here), (x[:, None] for x in there)
-    sees_BTS = (segment_BT1 == segment_B1S) & (index_BT1 >= index_B1S) & (index_B1S >= pattern.first(index_BT1))
+    sees_BTS = (segment_BT1 == segment_B1S) & pattern.sees(index_BT1, index_B1S)
     S, place_S = segment_B1S.shape[2], jnp.arange(segment_B1S.shape[2], dtype=jnp.int32)
     first_BT = jnp.min(jnp.where(sees_BTS, place_S[None, None], S), -1)
     last_BT = jnp.max(jnp.where(sees_BTS, place_S[None, None], -1), -1)

@@ -15,3 +15,13 @@ def rms_norm(x, weight, eps: float, offset: float = 0.0):
     weight = weight.astype(wide.dtype) + offset if offset else weight
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
     return (wide * scale * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def layer_norm(x, weight, bias, eps: float):
+    """(x - mean) / std * weight + bias over the last axis (arXiv:1607.06450), in fp32 or wider, returned in x's
+    dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - jnp.mean(wide, -1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + eps)
+    shaped = lambda w: w.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (centred * scale * shaped(weight) + shaped(bias)).astype(x.dtype)

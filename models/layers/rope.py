@@ -163,14 +163,19 @@ def axis_tables(position_3BT, rope: Rope, head_dim: int):
       ValueError: the sections do not add up to the frequencies.
     """
     freq = jnp.asarray(frequencies(rope, head_dim), jnp.float32)
-    if sum(rope.sections) != len(freq):
-        raise ValueError(f"config.json: mrope_section must add up to {len(freq)}, got {list(rope.sections)}")
+    position_PBT = position_3BT.astype(jnp.float32)[axes(rope, head_dim)]
+    return _tables(jnp.moveaxis(position_PBT, 0, -1) * freq[None, None], rope)
+
+
+def axes(rope: Rope, head_dim: int) -> np.ndarray:
+    """The axis of each frequency, i64[P]: 0 time, 1 height, 2 width. Raises as `axis_tables`."""
+    count = len(frequencies(rope, head_dim))
+    if sum(rope.sections) != count:
+        raise ValueError(f"config.json: mrope_section must add up to {count}, got {list(rope.sections)}")
     if rope.interleaved:  # t h w t h w ..., and t where height or width have had theirs
-        index_P = np.arange(len(freq))
-        axis_P = np.where(index_P < 3 * np.array(rope.sections)[index_P % 3], index_P % 3, 0)
-    else:
-        axis_P = np.repeat(np.arange(3), rope.sections)
-    return _tables(jnp.moveaxis(position_3BT.astype(jnp.float32)[axis_P], 0, -1) * freq[None, None], rope)
+        index_P = np.arange(count)
+        return np.where(index_P < 3 * np.array(rope.sections)[index_P % 3], index_P % 3, 0)
+    return np.repeat(np.arange(3), rope.sections)
 
 
 def _tables(angle_BTP, rope: Rope):

@@ -130,7 +130,7 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
     if "score" not in own:
         own["score"] = jax.jit(lambda: jnp.zeros((1, settings.embed)), out_shardings=shardings["score"])()
     # Routed experts recorded in the batch are the policy's, not the critic's.
-    value = lambda params, batch: models.value(params, batch.replace(input={}), config=settings, run=run)
+    value = lambda params, batch: models.value(params, batch.without("routed_experts"), config=settings, run=run)
     return learner.make(
         settings, own, value, options.objective, options.optim, mesh, updates=updates, dtype=run.dtype
     )  # fmt: skip
@@ -144,7 +144,8 @@ def _own(x):
 def _teacher(directory: str, student: str, run: models.Run, mesh, temperature: float) -> FrozenModel:
     settings, params = common.open_teacher(directory, tokenizer.load(student), run, mesh)
     score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
-    return FrozenModel(settings, params, step.make_scores(lambda params, batch: score(params, batch.replace(input={}))))
+    one = lambda params, batch: score(params, batch.without("routed_experts"))
+    return FrozenModel(settings, params, step.make_scores(one))
 
 
 def saved(trainer: Trainer) -> dict:

@@ -1,0 +1,17 @@
+"""Vision towers of wrappers: from pixels to the features that stand among a text model's tokens.
+
+A model has its tower if it was loaded with `hf.load(path, vision=True)`. `arrange` makes the arrays of packed rows on
+the host, `attach` those of a Batch; `models.score` and `models.forward` read them.
+"""
+
+from .media import Media
+from .patches import PER_TOKEN, arrange, attach, given
+from .placement import Seen, added, replaced, see
+from .positions import positions
+from .table import TOWERS, table, with_vision
+from .tower import Tower, features
+
+__all__ = [
+    "PER_TOKEN", "TOWERS", "Media", "Seen", "Tower", "added", "arrange", "attach", "features", "given", "positions",
+    "replaced", "see", "table", "with_vision",
+]  # fmt: skip

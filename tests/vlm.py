@@ -1,0 +1,117 @@
+"""Small vision-language models of transformers, and sequences with images and videos of odd sizes for them."""
+
+import contextlib
+import sys
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+
+from areax.models.vision import Media
+
+IMAGE, VIDEO, START, END = 57, 58, 59, 60
+TEXT = dict(
+    vocab_size=62, hidden_size=40, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=12, max_position_embeddings=96, initializer_range=0.2, rms_norm_eps=1e-2,
+)  # fmt: skip
+BLOCKS = dict(
+    hidden_size=48, intermediate_size=28, num_heads=6, out_hidden_size=40, patch_size=2, initializer_range=0.2,
+    spatial_merge_size=2,
+)  # fmt: skip
+IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+AXES = lambda *sections, **more: dict(rope_type="default", rope_theta=321.0, mrope_section=list(sections), **more)
+HYBRID = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=14,
+    layer_types=["full_attention", "linear_attention", "full_attention"],
+)  # fmt: skip
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+CASES: dict[str, dict] = {
+    "qwen2_5_vl": dict(
+        text_config=dict(TEXT, head_dim=None, rope_parameters=AXES(2, 1, 2)), tie_word_embeddings=True,
+        # Windows of 4 patches.
+        vision_config=dict(BLOCKS, depth=4, window_size=8, fullatt_block_indexes=[1, 3], tokens_per_second=3), **IDS,
+    ),
+    "qwen3_vl": dict(
+        text_config=dict(TEXT, rope_parameters=AXES(3, 2, 1)),
+        vision_config=dict(BLOCKS, depth=4, num_position_embeddings=25, deepstack_visual_indexes=[0, 2]), **IDS,
+    ),
+    "qwen3_5": dict(
+        text_config=dict(TEXT, **HYBRID, rope_parameters=AXES(1, 1, 1, partial_rotary_factor=0.5)),
+        vision_config=dict(BLOCKS, depth=2, num_position_embeddings=16), tie_word_embeddings=False, **IDS,
+    ),
+    "qwen3_5_moe": dict(
+        text_config=dict(
+            TEXT, **HYBRID, **EXPERTS, shared_expert_intermediate_size=28,
+            rope_parameters=AXES(1, 1, 1, partial_rotary_factor=0.5),
+        ),
+        vision_config=dict(BLOCKS, depth=2, num_position_embeddings=16), tie_word_embeddings=True, **IDS,
+    ),
+}  # fmt: skip
+
+
+def reference(name: str):
+    """A model of transformers with weights that all matter."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **CASES[name])
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.3 * torch.randn(weight.shape)
+    return model
+
+
+def media(grid, seed: int, seconds: float = 1.0) -> Media:
+    """An image or video of random pixels; patches are 2 frames of 2 x 2 pixels of 3 channels."""
+    return Media(np.random.default_rng(seed).normal(size=(np.prod(grid), 24)).astype(np.float32), grid, seconds)
+
+
+def sequences(name: str) -> list[tuple[np.ndarray, list[Media]]]:
+    """(tokens, media) of sequences: two images, text alone, one narrow image at the start, a video and an image."""
+    rng = np.random.default_rng(0)
+    text = lambda n: [*rng.integers(0, IMAGE, n)]
+    wide, small, narrow, film, last = (
+        media(grid, i, 0.7) for i, grid in enumerate([(1, 6, 10), (1, 4, 6), (1, 2, 14), (2, 4, 6), (1, 6, 6)])
+    )
+    count = lambda one: int(np.prod(one.grid)) // 4
+    picture = lambda one: [START, *[IMAGE] * count(one), END]
+    if name == "qwen2_5_vl":
+        frames = [START, *[VIDEO] * count(film), END]
+    else:  # frames are apart
+        frames = [token for _ in range(2) for token in (*text(2), START, *[VIDEO] * (count(film) // 2), END)]
+    found = [
+        ([*text(3), *picture(wide), *text(2), *picture(small), *text(4)], [wide, small]),
+        (text(9), []),
+        ([*picture(narrow), *text(5)], [narrow]),
+        ([*text(2), *frames, *text(3), *picture(last), *text(2)], [film, last]),
+    ]
+    return [(np.array(tokens, np.int32), seen) for tokens, seen in found]
+
+
+def inputs(tokens, seen) -> dict:
+    """A sequence as arguments of transformers' models."""
+    kinds = np.where(tokens == IMAGE, 1, np.where(tokens == VIDEO, 2, 0))
+    given = {"input_ids": torch.tensor(tokens[None].astype(np.int64)), "mm_token_type_ids": torch.tensor(kinds[None])}
+    held: dict[str, list[Media]] = {"image": [], "video": []}
+    for one in seen:
+        held["image" if one.grid[0] == 1 else "video"].append(one)
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if held[kind]:
+            given[pixels] = torch.tensor(np.concatenate([one.patches for one in held[kind]]))
+            given[f"{kind}_grid_thw"] = torch.tensor([one.grid for one in held[kind]])
+    if held["video"]:
+        given["second_per_grid_ts"] = torch.tensor([one.seconds for one in held["video"]])
+    return given
+
+
+def logits(model, tokens, seen):
+    """Those of transformers for one sequence, [n, V]."""
+    given = inputs(tokens, seen)
+    if "qwen2_5" not in model.config.model_type:
+        given.pop("second_per_grid_ts", None)
+    code, exact = sys.modules[type(model).__module__], contextlib.nullcontext()
+    if hasattr(code, "torch_chunk_gated_delta_rule"):  # chunks are a hundred times less exact than token by token
+        exact = mock.patch.object(code, "torch_chunk_gated_delta_rule", code.torch_recurrent_gated_delta_rule)
+    with exact:
+        return model(**given, attention_mask=None, use_cache=False).logits[0]
