@@ -49,13 +49,13 @@ class Terminal:
         """Wraps a training step: says that the first one compiles, and how long that took, which the clock of the
         progress leaves out."""
         first, self._first = self._first and jax.process_index() == 0, False
-        words, reminding = f"{self.kind} compiling the first step", contextlib.nullcontext()
-        if first:
-            self._waiting.close()
-            progress.say(f"{words} ...")
-            reminding = progress.reminding(words)
         before = compile_time.seconds()
-        with compile_time.left_out(), reminding:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compile_time.left_out())
+            if first:
+                self._waiting.close()
+                progress.say(f"{self.kind} compiling the first step ...")
+                stack.enter_context(progress.reminding(f"{self.kind} compiling the first step"))
             yield
         if first and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
             progress.say(f"{self.kind} compiled in {seconds:.1f} s")
