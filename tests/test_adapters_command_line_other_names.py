@@ -128,6 +128,7 @@ def test_a_recipes_own_option_of_that_name_is_no_alias():
         ),
         ("eval", "Qwen/Qwen3-0.6B", "areax eval: values need the name of their option, as in --model Qwen/Qwen3-0.6B"),
         ("train grpo", "--grups 3", "unrecognized options: --grups; did you mean --groups?; see"),
+        ("train grpo", "--tp 2", "unrecognized options: --tp; did you mean --mesh.tp?; see"),
     ],
 )
 def test_other_names_end_in_one_line_that_says_what_to_use(capsys, command, words, message):

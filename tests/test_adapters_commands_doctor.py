@@ -40,7 +40,7 @@ def distribution(folder, name, version):
 
 
 def run(*flags, path="", packages="", **environ):
-    """(exit code, lines) of `areax doctor` in an environment of its own; nothing is on its standard error."""
+    """(exit code, lines) of `areax doctor` in an environment of its own; on stderr is only what it waits for."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_PLATFORMS", "CUDA", "HF_"))}
     places = [packages, str(Path(areax.__file__).parents[1])]
     environ = {
@@ -50,7 +50,7 @@ def run(*flags, path="", packages="", **environ):
     done = subprocess.run(
         [sys.executable, *flags, "-m", "areax", "doctor"], env=environ, capture_output=True, text=True
     )
-    assert done.stderr == ""
+    assert done.stderr == "asking JAX for its devices, which runs the attention kernels once ...\n"
     return done.returncode, done.stdout.splitlines()
 
 

@@ -306,8 +306,8 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
             "--chip must be one of h100, h200, b200, b300, a100, mi300, v5p, v6e, v5e, v4, got 'h300'; add it to",
         ),
         (["--lora.rank", 8, "--lora.targets", "w"], "lora.targets: each must name matrices of the layers"),
-        (["--suggest"], "--suggest needs --devices, how many there are, and --devices is for --suggest, got 0"),
-        (["--devices", 4], "--suggest needs --devices, how many there are, and --devices is for --suggest, got 4"),
+        (["--suggest"], "--suggest and --devices go together: add --devices N to find a mesh for N h100"),
+        (["--devices", 4], "to plan a mesh of yours, name it, such as --mesh.fsdp N; got --devices 4"),
         (["--chp", "h100"], "did you mean --chip?"),
     ],
 )

@@ -1,6 +1,7 @@
 """What a command says on stderr: steps with the time left, phases, how long each took."""
 
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -92,6 +93,32 @@ def test_a_phase_is_said_when_it_begins_and_a_long_one_also_when_it_ends(monkeyp
         pass
     first, last = capsys.readouterr().err.splitlines()
     assert first.endswith("...") and last == "loading model, 1.2 GB: 0.0 s"
+
+
+def test_a_long_phase_says_that_it_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_S", 0.01)
+    began, done, threads = threading.Event(), itertools.count(2), threading.active_count()
+
+    def more():
+        began.set()
+        return f", {next(done)} of 9"
+
+    with progress.phase("waiting", more=more):
+        assert began.wait(10)
+    assert threading.active_count() == threads
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "waiting ..." and second == "waiting ... 0:00, 2 of 9"
+    with pytest.raises(ValueError, match="broken"), progress.phase("loading"):
+        raise ValueError("broken")
+    assert capsys.readouterr().err == "loading ...\n"
+
+
+def test_the_first_step_counts_only_until_there_is_another():
+    out, seconds = io.StringIO(), iter([0.0, 100.0, 101.0])
+    with progress.steps("grpo", 5, every=0, console=Console(file=out, width=80), now=lambda: next(seconds)) as tick:
+        tick(1)
+        tick(2)
+    assert out.getvalue().split() == "grpo 1/5 6:40 left grpo 2/5 0:03 left".split()
 
 
 PROGRAM = """

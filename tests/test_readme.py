@@ -1,5 +1,6 @@
 """The README code runs, also with the three lines of docs/mesh.md; its tree and docs/command-line.md are correct."""
 
+import json
 import re
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from areax.rollout.types import Completion, sampled
 
 ROOT = Path(__file__).parent.parent
 README, MESH, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/mesh.md", "docs/command-line.md"))
-[TEN], [THREE], [OPTIONS] = (re.findall(r"```python\n(.*?)```", page, re.S) for page in (README, MESH, COMMANDS))
+[TEN, REWARD], [THREE], [OPTIONS] = (
+    re.findall(r"```python\n(.*?)```", page, re.S) for page in (README, MESH, COMMANDS)
+)
+[ROW] = re.findall(r"```\n({.*?)```", README, re.S)
 [YAML] = re.findall(r"```yaml\n(.*?)```", COMMANDS, re.S)
 
 
@@ -50,6 +54,11 @@ def test_the_ten_lines_run_and_three_more_run_them_on_a_mesh(tmp_path):
     weights = rules.of_params(models.table(many["config"]), many["on"])
     for x, sharding in zip(jax.tree.leaves(many["state"].params), jax.tree.leaves(weights), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def test_the_reward_scores_the_row():
+    exec(REWARD, space := {})
+    assert [space["score"](text, json.loads(ROW)) for text in ("It is 7", "7 or 8", "")] == [1.0, 0.0, 0.0]
 
 
 def indent(lines):

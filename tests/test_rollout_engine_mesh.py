@@ -149,7 +149,7 @@ def test_prompts_are_computed_on_the_mesh(monkeypatch):
 
 
 def test_a_layout_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="tp 9 needs 9 devices, got 8 of this process"):
+    with pytest.raises(ValueError, match="tp 9 needs 9 devices, got 8 of this process; JAX_NUM_CPU_DEVICES=9 makes"):
         engine_of("qwen3", EngineMesh(tp=9))
     with pytest.raises(ValueError, match="tp must divide the query heads of each layer, 4 in this qwen3, got 5; use a"):
         engine_of("qwen3", EngineMesh(tp=5))

@@ -208,7 +208,7 @@ def _unknown(arguments: Sequence[str], help_text: str, options: set[str]) -> str
     for name in unknown:
         if here := other_names.hint(name.removeprefix("--"), options):
             hints.append(f"; {here}")
-        elif near := difflib.get_close_matches(name, known, 1):
+        elif near := [k for k in known if k.endswith("." + name[2:])] or difflib.get_close_matches(name, known, 1):
             hints.append(f"; did you mean {near[0]}?")
     return f"unrecognized options: {' '.join(unknown)}{''.join(hints)}" if unknown else ""
 

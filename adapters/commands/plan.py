@@ -52,7 +52,8 @@ class Options:
             raise ValueError(f"--chip must be one of {known}, got {self.chip!r}; add it to parallel/planner/chips.py")
         if self.suggest != (self.devices > 0):
             raise ValueError(
-                f"--suggest needs --devices, how many there are, and --devices is for --suggest, got {self.devices}"
+                f"--suggest and --devices go together: add --devices N to find a mesh for N {self.chip}, or "
+                f"--suggest; to plan a mesh of yours, name it, such as --mesh.fsdp N; got --devices {self.devices}"
             )
 
 

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 SHORT_S = 1.0  # a phase that ends sooner has only its first line
+FIRST_S, MOST_S = 10.0, 60.0  # pauses between reminders of a long phase: the first, doubled up to the longest
 
 
 def say(words: str) -> None:
@@ -26,16 +28,39 @@ def say(words: str) -> None:
 
 
 @contextlib.contextmanager
-def phase(words: str, quiet: bool = False) -> Iterator[None]:
-    """Says that a phase begins, and when it is over how long it took, unless it was short."""
+def phase(words: str, quiet: bool = False, more: Callable[[], str] = str) -> Iterator[None]:
+    """Says that a phase begins, while it is long that it goes on, as `reminding`, and when it is over how long it took,
+    unless it was short."""
     if quiet:
         yield
         return
     say(f"{words} ...")
     began = time.monotonic()
-    yield
+    with reminding(words, more):
+        yield
     if (seconds := time.monotonic() - began) >= SHORT_S:
         say(f"{words}: {seconds:.1f} s")
+
+
+@contextlib.contextmanager
+def reminding(words: str, more: Callable[[], str] = str) -> Iterator[None]:
+    """Says again and again for how long something is under way, and what `more` says of it: a program that is silent
+    for a minute looks as if it hung."""
+    began, over = time.monotonic(), threading.Event()
+
+    def remind():
+        pause = FIRST_S
+        while not over.wait(pause):
+            say(f"{words} ... {_clock(time.monotonic() - began)}{more()}")
+            pause = min(2 * pause, MOST_S)
+
+    thread = threading.Thread(target=remind, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -55,6 +80,8 @@ def steps(
     recent = collections.deque([(now(), start, 0)], maxlen=20)
 
     def words(step, tokens, values):
+        if len(recent) == 2 and recent[0][1] == start:
+            recent.popleft()  # the first step, with all that is warmed up in it, counts only until there is another
         recent.append((now(), step, recent[-1][2] + tokens))
         (t0, step0, tokens0), (t1, step1, tokens1) = recent[0], recent[-1]
         seconds = max(t1 - t0, 1e-9)

@@ -47,8 +47,10 @@ class Log:
             **{name: rollout.counts[name] for name in COUNTED}, "reward_retries": pool.counts["retried"]
         }  # fmt: skip
         self._fleet, self._rollout, self._figures = fleet, rollout, step_metrics.Figures(fleet, counts)
-        progress.say(f"{self.terminal.kind} waiting for the first batch of completions ...")
+        before = rollout.counts["accepted"]
+        finished = lambda: f", {rollout.counts['accepted'] - before} groups finished"
         with (
+            self.terminal.waiting("waiting for the first batch of completions", finished),
             sinks.following(self._run.path, self._saving.track) as track,
             events.watching(self._figures.see),
         ):

@@ -1,7 +1,7 @@
 """What a run says on stderr: phases, compilation, and steps in which nothing is learnt."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -31,20 +31,31 @@ class Terminal:
     def __init__(self, kind: str):
         self.kind = kind
         self._watch, self._first = diagnosis.Watch(), True
+        self._waiting = contextlib.ExitStack()
 
     def phase(self, words: str) -> contextlib.AbstractContextManager[None]:
         """As `phase`, for a part of the run."""
         return phase(f"{self.kind} {words}")
 
     @contextlib.contextmanager
+    def waiting(self, words: str, more: Callable[[], str]) -> Iterator[None]:
+        """A phase that lasts until the first step begins; `more` as in `progress.phase`."""
+        with self._waiting:
+            self._waiting.enter_context(progress.phase(f"{self.kind} {words}", more=more))
+            yield
+
+    @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Wraps a training step: says that the first one compiles, and how long that took, which the clock of the
         progress leaves out."""
         first, self._first = self._first and jax.process_index() == 0, False
-        if first:
-            progress.say(f"{self.kind} compiling the first step ...")
         before = compile_time.seconds()
-        with compile_time.left_out():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compile_time.left_out())
+            if first:
+                self._waiting.close()
+                progress.say(f"{self.kind} compiling the first step ...")
+                stack.enter_context(progress.reminding(f"{self.kind} compiling the first step"))
             yield
         if first and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
             progress.say(f"{self.kind} compiled in {seconds:.1f} s")

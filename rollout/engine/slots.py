@@ -45,7 +45,8 @@ def devices_of(split: EngineMesh) -> list[jax.Device]:
         return jax.devices()
     local = jax.local_devices()
     if split.devices > len(local):
-        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process")
+        virtual = f"; JAX_NUM_CPU_DEVICES={split.devices} makes virtual ones of a CPU" * (local[0].platform == "cpu")
+        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process{virtual}")
     return local[: split.devices]
 
 

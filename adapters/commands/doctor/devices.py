@@ -75,6 +75,7 @@ def probe() -> tuple[dict | None, str]:
         **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # beside a run that uses the device
     }  # fmt: skip
+    print("asking JAX for its devices, which runs the attention kernels once ...", file=sys.stderr, flush=True)
     done = _run(words, PROBE_S, environ)
     if done is None:
         return None, f"no answer in {PROBE_S:.0f} s; another process may hold the device, end it"

@@ -155,7 +155,8 @@ class OpenAI:
         ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more, forces=True)
         tokenizer = self._tokenizer()
         known = self._style or not ask.tools
-        rule(known, "tools", "the format of this model's calls is not known; start the server with --style", "no style")
+        unknown = f"the format of this model's calls is not known; start the server with --style {'|'.join(STYLES)}"
+        rule(known, "tools", unknown, "no style")
         text = "".join(message.get("content") or "" for message in ask.messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
         prompt = asks.render(tokenizer, ask)
