@@ -52,6 +52,7 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
 SHARD = 5 * 10**9  # bytes of a file
+HEADER = 100_000_000  # most bytes of a header, as in the format's own library
 CHECKED = 1 << 16  # numbers checked at a time: each takes memory besides
 
 
@@ -334,6 +335,8 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or 8 + length > total:
             raise ValueError(f"{short}, {total} bytes do not hold the header; copy the checkpoint again")
+        if length > HEADER:
+            raise ValueError(f"{short}, a header has at most {HEADER:,} bytes, got {length:,}; copy it again")
         text = file.read(length)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     places = {}

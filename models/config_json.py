@@ -15,6 +15,10 @@ def _few(value: Any) -> bool:
     return _size(value) and value <= 10_000
 
 
+def _at_most_few(value: Any) -> bool:
+    return _count(value) and value <= 10_000
+
+
 def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 40
 
@@ -63,8 +67,11 @@ KINDS = (  # what an option must be, whether a value is that, the options
         "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
     )),
     ("a whole number of at least 0", _count, ("max_window_layers", "first_k_dense_replace")),
+    ("a whole number of 0 to 10,000, or null", lambda value: value is None or _at_most_few(value), (
+        "num_nextn_predict_layers", "mtp_num_hidden_layers",
+    )),
     ("a whole number of at least 0, or null", lambda value: value is None or _count(value), (
-        "num_nextn_predict_layers", "hidden_size_per_layer_input", "num_kv_shared_layers",
+        "hidden_size_per_layer_input", "num_kv_shared_layers",
     )),
     ("a whole number or null", lambda value: value is None or type(value) is int, ("pad_token_id",)),
     # Positions, which are i32, are compared with these two.

@@ -142,6 +142,13 @@ def test_a_truncated_file_is_refused(tmp_path, kept):
     refused(tmp_path, str(path), "half-written or damaged", "copy")
 
 
+def test_a_header_that_would_fill_memory_is_refused(tmp_path):
+    with open(tmp_path / files.FILE, "wb") as file:
+        file.write((8 << 30).to_bytes(8, "little"))
+        file.truncate(9 << 30)  # sparse
+    refused(tmp_path, files.FILE, "at most 100,000,000 bytes, got 8,589,934,592")
+
+
 def test_a_header_beyond_the_file_is_refused(tmp_path):
     (tmp_path / files.FILE).write_bytes((2**50).to_bytes(8, "little") + b"{}" * 50)
     refused(tmp_path, files.FILE, "do not hold the header")

@@ -906,6 +906,8 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number above 0, got None"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, got 5"),
         ("deepseek_v3", {"qk_rope_head_dim": 2**31}, "qk_rope_head_dim must be a whole number of 1 to 10,000, got 21"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be a whole number of 0 to"),
+        ("llama4_text", {"mtp_num_hidden_layers": "x"}, "mtp_num_hidden_layers must be a whole number of 0 to 10,000"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
          "mscale_all_dim needs rope_type yarn, got linear"),
         ("deepseek_v3", {"head_dim": 8}, "head_dim must be 6, got 8"),

@@ -435,6 +435,26 @@ def test_bad_requests_are_refused_in_one_line(request_, words):
     assert "\n" not in str(error.value) and engine.stats()["queued"] == 0
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"slots": 1.5}, "slots must be a whole number, got 1.5"),
+        ({"slots": True}, "slots must be a whole number, got True"),
+        ({"context": None}, "context must be a whole number, got None"),
+        ({"context": 2**31}, "context must be at most 67,108,864 tokens, got 2,147,483,648"),
+        ({"memory": "8GB"}, "memory must be a number of GB, or 0, got '8GB'"),
+        ({"draft": "4"}, "draft must be a whole number, got '4'"),
+        ({"page": 2**40}, "page must be at most 67,108,864 tokens, got 1,099,511,627,776"),
+        ({"steps": 2.0}, "steps must be a whole number, got 2.0"),
+        ({"mesh": "tp=2"}, r"mesh must be an EngineMesh, such as EngineMesh\(tp=2\), got 'tp=2'"),
+    ],
+    ids=str,
+)
+def test_options_of_another_kind_are_refused_at_once(options, words):
+    with pytest.raises(ValueError, match=words):
+        Engine(CONFIG, OLD, **options)
+
+
 def test_impossible_engine_calls_are_refused(engine):
     with pytest.raises(ValueError, match="slots must be at least 1"):
         Engine(CONFIG, OLD, slots=-1)

@@ -8,7 +8,10 @@ from typing import Self
 import jax
 
 from ...models import paging
+from ..servers.engine_mesh import check_whole
 from ..servers.engine_options import EngineOptions
+
+CONTEXT = 1 << 26  # most tokens; `paging.kinds` has an entry for each position
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,14 @@ class Options(EngineOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("context", "steps", "page"):
+            check_whole(f"Engine: {name}", getattr(self, name))
         for name in ("context", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("context", "page"):
+            if getattr(self, name) > CONTEXT:
+                raise ValueError(f"Engine: {name} must be at most {CONTEXT:,} tokens, got {getattr(self, name):,}")
         if self.page and (self.page < 16 or self.page & (self.page - 1)):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {self.page}")
         paging.check_draft("Engine: draft", self.draft, self.context)

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
+from typing import Any
+
+
+def check_whole(option: str, value: Any) -> None:
+    """Raises ValueError, naming the option, unless a value is a whole number."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{option} must be a whole number, got {value!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class EngineMesh:
 
     def __post_init__(self):
         for name, count in asdict(self).items():
+            check_whole(name, count)
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
 

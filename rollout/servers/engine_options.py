@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Literal
 
-from .engine_mesh import ONE_DEVICE, EngineMesh
+from .engine_mesh import ONE_DEVICE, EngineMesh, check_whole
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,16 @@ class EngineOptions:
     kv_cache_dtype: Literal["auto", "float8"] = "auto"
 
     def __post_init__(self):
+        for name in ("slots", "context", "draft"):
+            check_whole(f"Engine: {name}", getattr(self, name))
+        if not isinstance(self.mesh, EngineMesh):
+            raise ValueError(f"Engine: mesh must be an EngineMesh, such as EngineMesh(tp=2), got {self.mesh!r:.80}")
         if self.slots < 0:
             raise ValueError(f"Engine: slots must be at least 1, or 0 = by device, got {self.slots}")
         if self.context < 0:
             raise ValueError(f"Engine: context must be at least 1, got {self.context}")
-        if not 0 <= self.memory < math.inf:
-            raise ValueError(f"Engine: memory must be a number of GB, or 0, got {self.memory}")
+        if not isinstance(self.memory, Real) or not 0 <= self.memory < math.inf:
+            raise ValueError(f"Engine: memory must be a number of GB, or 0, got {self.memory!r:.80}")
         if self.draft < 1:
             raise ValueError(f"Engine: draft must be at least 1, got {self.draft}")
 
