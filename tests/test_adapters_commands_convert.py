@@ -152,7 +152,7 @@ def test_what_cannot_be_extracted_is_refused(tmp_path):
         (base, dict(base=str(base)), "must differ from its base"),
         (wide, dict(base=str(base)), r"must have the shapes of its base .*, got embed \(64, 48\) and \(64, 32\)"),
         (wide, dict(), "--extract needs --base"),
-        (wide, dict(base=str(base), extract=-1), "must be a rank of at least 1, got -1"),
+        (wide, dict(base=str(base), extract=-1), "must be a rank of 1 to 4,096, got -1"),
     ):
         with pytest.raises(ValueError, match=said):
             convert.convert(source, tmp_path / "new", **{"extract": 2} | options)
@@ -262,8 +262,51 @@ def test_other_distributed_checkpoints_are_refused(tmp_path):
     dotted = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x04true\x85R."
     for index in (b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(print), dotted):
         (tmp_path / "dcp/.metadata").write_bytes(index)
-        with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got another"):
+        with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got"):
             convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
+    assert not (tmp_path / "new").exists()
+
+
+class Runs:
+    """Pickled, a program that makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@ALONE
+def test_torch_unpickles_no_index_and_fills_every_tensor(tmp_path):
+    """It would read another index where it does not like the first one, and leave memory as it is that has no part."""
+    base, _ = saved(tmp_path / "base")
+    state = transformers.AutoModelForCausalLM.from_pretrained(base).state_dict()
+    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file, made = tmp_path / "dcp/.metadata", tmp_path / "made"
+    (tmp_path / "dcp/__0.metadata").write_bytes(pickle.dumps(Runs(made)))
+    good = file.read_bytes()
+    index = pickle.loads(good)
+    index.storage_meta = 5
+    file.write_bytes(pickle.dumps(index))
+    convert.convert(tmp_path / "dcp", tmp_path / "fine", base=str(base))
+    assert not made.exists()
+    first = lambda x: next(iter(x.storage_data.values()))
+    for spoil, said in (
+        (lambda x: x.state_dict_metadata["model.norm.weight"].chunks.clear(), "numbers of model.norm.weight are not"),
+        (lambda x: setattr(first(x), "relative_path", "../x"), r"parts must be .*got '\.\./x'"),
+        (lambda x: setattr(x, "storage_data", None), "must be an index"),
+    ):
+        index = pickle.loads(good)
+        spoil(index)
+        file.write_bytes(pickle.dumps(index))
+        with pytest.raises(ValueError, match=said):
+            convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
+    file.write_bytes(good)
+    part = next((tmp_path / "dcp").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cannot be read: .*; use another checkpoint"):
+        convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
     assert not (tmp_path / "new").exists()
 
 
@@ -272,7 +315,7 @@ def test_sizes(text, size):
     assert files.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "5", "GB", "0GB", "-1GB", "5 XB", "nanGB"])
+@pytest.mark.parametrize("text", ["", "5", "GB", "0GB", "-1GB", "5 XB", "nanGB", "9" * 400 + "GB"])
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match="--shard-size must be a size such as 5GB or 500MB, got"):
         files.Files(shard_size=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import warnings
@@ -25,6 +26,11 @@ NAMES = {
     ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
     ("builtins", "set"),
 }  # fmt: skip
+# What a damaged pickle raises.
+DAMAGED = (
+    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def is_dcp(path: str | os.PathLike) -> bool:
@@ -34,9 +40,14 @@ def is_dcp(path: str | os.PathLike) -> bool:
 
 @dataclass
 class Reader:
-    """Reads tensors of a checkpoint one at a time, keeping the last, of which experts are parts."""
+    """Reads tensors of a checkpoint one at a time, keeping the last, of which experts are parts.
+
+    Attributes:
+      index: the checkpoint's, already checked: torch would unpickle it, and other files, without a look.
+    """
 
     path: Path
+    index: Any
     last: tuple[str, np.ndarray] = field(default=("", np.empty(0)))
 
     def read(self, name: str, meta: Any) -> np.ndarray:
@@ -44,11 +55,23 @@ class Reader:
         import torch
         from torch.distributed import checkpoint
 
+        index = self.index
+
+        class Checked(checkpoint.FileSystemReader):
+            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+                return index
+
         if self.last[0] != name:
-            into = {name: torch.empty(meta.size, dtype=meta.properties.dtype)}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads everything
-                checkpoint.load(into, checkpoint_id=self.path, no_dist=True)
+            into = {name: torch.full(meta.size, math.nan, dtype=meta.properties.dtype)}  # found if it is not filled
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads everything
+                    checkpoint.load(into, storage_reader=Checked(self.path), no_dist=True)
+            except checkpoint.api.CheckpointException as error:
+                first = next(iter(error.failures.values()))[0]
+                raise ValueError(
+                    f"{self.path}: {name} cannot be read: {' '.join(str(first).split())[:200]}; use another checkpoint"
+                ) from error
             self.last = name, torch_adapter.to_numpy(into[name])
             if count := safetensors.count_nonfinite(self.last[1]):
                 raise ValueError(
@@ -99,15 +122,19 @@ def opened(path: str | os.PathLike, base: str | os.PathLike):
     except ImportError as error:
         raise ValueError(f"convert: {path} needs PyTorch ({error}); install areax[torch]") from error
     path, config = Path(path), hf.read_config(base)
-    found = _index(path / METADATA)
-    stored = {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
-    start, reader = _start(config, stored, path), Reader(path)
-    dtype = lambda meta: torch_adapter.to_numpy(torch.empty(0, dtype=meta.properties.dtype)).dtype
-    tensors: Any = {
-        name.removeprefix(start): Stored(reader, name, meta, tuple(meta.size), dtype(meta))
-        for name, meta in stored.items()
-        if name.startswith(start) and not name.removeprefix(start).startswith("optim")
-    }
+    index = _index(path)
+    entries = index.state_dict_metadata.items()
+    stored = {name: meta for name, meta in entries if isinstance(meta, TensorStorageMetadata)}
+    start, reader = _start(config, stored, path), Reader(path, index)
+    tensors: Any = {}
+    for name, meta in stored.items():
+        if name.startswith(start) and not (key := name.removeprefix(start)).startswith("optim"):
+            dtype = getattr(meta.properties, "dtype", None)
+            if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+                raise ValueError(f"{path}: tensors must be of floats of 16 bits or more, got {name}: {dtype}")
+            tensors[key] = Stored(
+                reader, name, meta, tuple(meta.size), torch_adapter.to_numpy(torch.empty(0, dtype=dtype)).dtype
+            )
     config, params = hf.mapped_tensors(config, tensors, str(path), None)
     if config.rest and config.rest.names:
         raise ValueError(
@@ -145,15 +172,31 @@ class _Safe(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def _index(file: Path) -> dict[str, Any]:
-    """{name: metadata} of an index; ValueError if it is none, or reading it could run a program."""
-    from torch.distributed.checkpoint.metadata import Metadata
+def _index(path: Path) -> Any:
+    """The index of a checkpoint.
 
+    Raises:
+      ValueError: it is none, reading it could run a program, or it names files outside the folder.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+    file = path / METADATA
     try:
         with open(file, "rb") as source:
             found = _Safe(source).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+    except DAMAGED as error:
         raise ValueError(f"{file}: must be an index of torch.distributed.checkpoint, got another: {error}") from error
-    return found.state_dict_metadata
+    known = isinstance(found, Metadata) and all(
+        isinstance(each, dict) for each in (found.state_dict_metadata, found.storage_data)
+    )
+    if not known:
+        raise ValueError(f"{file}: must be an index of torch.distributed.checkpoint, got {type(found).__name__}")
+    for name, meta in found.state_dict_metadata.items():
+        sizes = meta.size if isinstance(meta, TensorStorageMetadata) else ()
+        if type(name) is not str or not isinstance(sizes, tuple) or not all(type(n) is int for n in sizes):
+            raise ValueError(f"{file}: tensors must have names and sizes, got {name!r:.80}; use another checkpoint")
+    for part in found.storage_data.values():
+        name = getattr(part, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            raise ValueError(f"{file}: parts must be files of the folder, got {name!r:.80}; use another checkpoint")
+    return found

@@ -16,6 +16,7 @@ from .. import hf, peft, safetensors
 from ..runtime import hub
 from ..tracking import progress
 
+MOST = 4096  # rank
 DEPTH, SPARE = 8, 8  # of Krylov spaces: powers of D D^T, and vectors beyond the rank
 ROWS = 1 << 10  # of a weight without adapters that are compared at a time
 
@@ -35,8 +36,8 @@ def extract(tuned: str | os.PathLike, destination: str | os.PathLike, base: str,
     Raises:
       ValueError: the checkpoints are of other models, or equal; as `peft.save`.
     """
-    if rank < 1:
-        raise ValueError(f"convert: --extract must be a rank of at least 1, got {rank}")
+    if not 1 <= rank <= MOST:
+        raise ValueError(f"convert: --extract must be a rank of 1 to {MOST:,}, got {rank}")
     base, tuned = hub.folder(base, weights=True), hub.folder(tuned, weights=True)
     (config, before, _), (other, after, _) = (hf.mapped(path, dtype=None) for path in (base, tuned))
     table, spec = models.table(config), lora.Lora(rank, float(rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB (10^9) or 5GiB (2^30)."""
     found = SIZE.fullmatch(text.strip())
     number, unit, binary = found.groups() if found else ("0", "", "")
-    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-    if size < 1:
+    size = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    if not 1 <= size < math.inf:
         raise ValueError(f"convert: --shard-size must be a size such as 5GB or 500MB, got {text!r:.80}; name another")
-    return size
+    return int(size)
 
 
 @dataclass(frozen=True)
