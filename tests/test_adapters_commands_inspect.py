@@ -76,6 +76,12 @@ def test_what_areax_cannot_use_is_described_with_the_reason(model, tmp_path):
         inspect.inspect(tmp_path)
 
 
+def test_names_do_not_control_the_terminal(model, tmp_path):
+    named = changed(model, tmp_path / "named", lambda held: held.update({"a\x1b[2J\nb": np.ones(3, np.float32)}))
+    shown = inspect.show(inspect.inspect(named))
+    assert r"a\x1b[2J\nb" in shown and "\x1b" not in shown
+
+
 def test_adapters_and_a_run(model, tmp_path):
     config, spec = hf.read_config(model), lora.Lora(rank=4, targets=("q", "v"))
     drawn = tiny.weights(lora.table(models.table(config), spec), 0.3)

@@ -13,6 +13,7 @@ import numpy as np
 from .. import hf, peft, safetensors
 from ..runtime import hub
 from ..tracking import progress
+from .files import printable
 
 NUMBERS = 1 << 20  # of a tensor that are compared at a time, in float64
 WRITTEN = ("_name_or_path", "transformers_version", "torch_dtype")  # what config.json says of its writer, or twice
@@ -123,4 +124,4 @@ def show(report: Mapping[str, Any]) -> str:
         about = [" -> ".join(map(str, entry[name])) for name in ("dtypes", "shapes") if name in entry]
         figures = [f"{name} {entry[name]:.3g}" for name in ("max", "relative", "share") if entry[name] is not None]
         lines.append(f"changed: {entry['name']}  {', '.join([*about, *figures])}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -86,6 +86,11 @@ def _array(x) -> np.ndarray:
     return np.asarray(x.read() if isinstance(x, hf.Deferred) else x)
 
 
+def printable(line: str) -> str:
+    """A line for a terminal: names from files may have characters that control it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 def check_new(destination: str | os.PathLike) -> None:
     """Raises ValueError if something is at the destination."""
     target = Path(destination)

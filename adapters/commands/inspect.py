@@ -21,6 +21,7 @@ from ...rollout.servers.engine_mesh import EngineMesh
 from .. import hf, orbax, peft, safetensors, tokenizer
 from ..runtime import hub
 from ..tracking import run_dir
+from .files import printable
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
 RANK = 8  # of adapters asked for, whether PEFT's format has them
@@ -183,7 +184,7 @@ def show(report: Mapping[str, Any]) -> str:
             text = {True: "yes", False: "no"}.get(text, text) if isinstance(text, bool) else text
             lines.append(f"{name}: {text:,}" if isinstance(text, int) else f"{name}: {text}")
     tensors: Iterable[Mapping] = report.get("tensors", ())
-    return "\n".join([*lines, *(f"  {_row(entry)}" for entry in tensors)])
+    return "\n".join(map(printable, [*lines, *(f"  {_row(entry)}" for entry in tensors)]))
 
 
 def _row(entry: Mapping[str, Any]) -> str:
