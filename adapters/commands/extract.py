@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from scipy.sparse.linalg import svds
 
 from ... import models
 from ...core import param
@@ -17,7 +18,7 @@ from ..runtime import hub
 from ..tracking import progress
 
 MOST = 4096  # rank
-DEPTH, SPARE = 8, 8  # of Krylov spaces: powers of D D^T, and vectors beyond the rank
+PART = 8  # more singular values than one in so many are computed sooner with all others
 ROWS = 1 << 10  # of a weight without adapters that are compared at a time
 
 
@@ -82,39 +83,22 @@ def extract(tuned: str | os.PathLike, destination: str | os.PathLike, base: str,
 
 
 def truncated(difference: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """(B [out, rank], A [rank, in]) whose product is closest to a matrix D [out, in] in the least-squares sense: its
-    truncated singular value decomposition in float64, scaled alike on both sides.
-
-    The singular vectors of the shorter side are eigenvectors of D D^T, or D^T D, and the other factor is the projection
-    of D on them. Large matrices are first projected on a block Krylov space (arXiv:1504.05477): exact up to rounding
-    where singular values fall, while of pure noise the product has up to 0.3 % less of its own square. If D has fewer
-    than `rank` singular vectors, rows of A and columns of B are zero.
+    """(B [out, rank], A [rank, in]) whose product is closest to a matrix [out, in] in the least-squares sense: its
+    truncated singular value decomposition in float64, scaled alike on both sides. If it has fewer than `rank` singular
+    values, further rows of A and columns of B are zero.
     """
-    tall = difference.shape[0] > difference.shape[1]
-    d = (difference.T if tall else difference).astype(np.float64)
-    count = min(rank, len(d))
-    space = _krylov(d, count + SPARE)
-    part = d if space is None else space.T @ d
-    squares, vectors = np.linalg.eigh(part @ part.T)  # in ascending order
-    root, vectors = np.maximum(squares[::-1][:count], 0) ** 0.25, vectors[:, ::-1][:, :count]
-    left = np.zeros((len(d), rank))
-    right = np.zeros((rank, d.shape[1]))
-    left[:, :count] = (vectors if space is None else space @ vectors) * root
-    right[:count] = (vectors.T @ part) * np.divide(1, root, out=np.zeros_like(root), where=root > 0)[:, None]
-    return (right.T, left.T) if tall else (left, right)
-
-
-def _krylov(d: np.ndarray, width: int) -> np.ndarray | None:
-    """An orthonormal basis [rows, DEPTH * width] of the rows' space, close to the leading singular vectors; None if it
-    would be all of it."""
-    if DEPTH * width >= len(d):
-        return None
-    block, blocks = d @ np.random.default_rng(0).standard_normal((d.shape[1], width)), []
-    for _ in range(DEPTH):
-        block, _ = np.linalg.qr(block)
-        blocks.append(block)
-        block = d @ (d.T @ block)
-    return np.linalg.qr(np.concatenate(blocks, axis=1))[0]
+    d, sides = difference.astype(np.float64), min(difference.shape)
+    left, right = np.zeros((d.shape[0], rank)), np.zeros((rank, d.shape[1]))
+    if not d.any():
+        return left, right
+    count = min(rank, sides)
+    if PART * count < sides:
+        u, values, vh = svds(d, count, v0=np.random.default_rng(0).standard_normal(sides))
+    else:
+        u, values, vh = np.linalg.svd(d, full_matrices=False)
+    left[:, :count] = (u * np.sqrt(values))[:, :count]
+    right[:count] = (np.sqrt(values)[:, None] * vh)[:count]
+    return left, right
 
 
 def _squared_difference(x, y) -> float:
