@@ -16,7 +16,8 @@ CONTEXT = 1 << 26  # most tokens; `paging.kinds` has an entry for each position
 
 @dataclass(frozen=True)
 class Options(EngineOptions):
-    """The keyword arguments of `Engine`: the options of the command line, and two that do not change any sample.
+    """The keyword arguments of `Engine`: the options of the command line, and two that do not change any sample. Here a
+    `context` above the model's limit is taken as it is.
 
     Attributes:
       page: tokens of a page, a power of two of at least 16; 0 = by context.
