@@ -184,9 +184,8 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
             )  # fmt: skip
             guard.process(process.pid)
             try:
-                await process.communicate(
-                    json.dumps(json_rows.json_row(row)).encode()
-                )  # output goes to files: children may keep it open
+                given = json.dumps(json_rows.json_row(row)).encode()
+                await process.communicate(given)  # output goes to files: children may keep it open
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the children in its session
