@@ -24,7 +24,14 @@ def place(tmp_path_factory):
     """(model folder, server)"""
     root = tmp_path_factory.mktemp("images")
     path = vlm.folder(root / "model", "qwen3_vl", **TEXT)
-    with servers.sglang(path, os.environ["AREAX_SGLANG_PYTHON"], root / "log", "--context-length", "96", "--disable-fast-image-processor") as server:
+    with servers.sglang(
+        path,
+        os.environ["AREAX_SGLANG_PYTHON"],
+        root / "log",
+        "--context-length",
+        "96",
+        "--disable-fast-image-processor",
+    ) as server:
         yield path, server
 
 
