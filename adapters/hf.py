@@ -621,7 +621,7 @@ def to_tensors(
       ValueError: the parameters do not match the config; names them.
     """
     table = models.table(config)
-    return tensors_of(_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
+    return tensors_of(in_modules(table) if fused_experts else table, config.prefix, params, dtype)
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
@@ -798,7 +798,7 @@ def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) ->
     return out
 
 
-def _fused_experts(table: param.Table) -> param.Table:
+def in_modules(table: param.Table) -> param.Table:
     """The table with the experts of a layer as tensors of all, under their names in transformers' modules: what
     `_split_experts` takes apart."""
 
