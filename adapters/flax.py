@@ -1,4 +1,4 @@
-"""Flax modules around a model's functions: `Model` of nnx, and `Linen`."""
+"""Flax modules around a model's functions: `Model` of nnx, and `LinenModel`."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def optimizer(model: Model, chain: optax.GradientTransformation) -> nnx.Optimize
     )
 
 
-class Linen(linen.Module):
+class LinenModel(linen.Module):
     """A model of any family as a `linen` module, whose collection "params" is areax's parameter tree.
 
-    `Linen(config).apply({"params": params}, token_BT)` takes the parameters of `hf.load`; `init` draws new ones.
+    `LinenModel(config).apply({"params": params}, token_BT)` takes the parameters of `hf.load`; `init` draws new ones.
     """
 
     config: Any

@@ -117,7 +117,7 @@ def test_steps_of_an_nnx_optimiser_equal_those_of_areax():
 @pytest.mark.parametrize("more", [{}, SEGMENTS | POSITIONS], ids=["plain", "packed"])
 def test_linen_gives_the_same_bits(more):
     config, params = made()
-    module = adapter.Linen(config)
+    module = adapter.LinenModel(config)
     got = jax.jit(lambda p: module.apply({"params": p}, TOKENS, **more))(params)
     wanted = jax.jit(lambda p: models.forward(p, TOKENS, config=config, **more))(params)
     assert np.array_equal(got, wanted)
@@ -125,7 +125,7 @@ def test_linen_gives_the_same_bits(more):
 
 def test_linen_draws_parameters_and_refuses_others():
     config, params = made()
-    module = adapter.Linen(config)
+    module = adapter.LinenModel(config)
     drawn = module.init(jax.random.key(0), TOKENS)["params"]
     assert jax.tree.structure(drawn) == jax.tree.structure(params)
     for new, old in zip(jax.tree.leaves(drawn), jax.tree.leaves(params), strict=True):
