@@ -1,7 +1,11 @@
 """Packed batches for torch, and the module trained on them by a loop of torch's and by transformers' Trainer."""
 
 import itertools
+import os
+import subprocess
+import sys
 
+import ddp_program
 import jax
 import numpy as np
 import pytest
@@ -132,3 +136,15 @@ def test_rows_have_every_sample_once_and_learn_its_mask(place):
 def test_weights_of_samples_are_refused(place):
     with pytest.raises(ValueError, match="collate: samples must have weight 1, .* got 0.5"):
         packed([samples(place)[0].replace(weight=0.5)])
+
+
+@pytest.mark.mesh
+def test_two_processes_of_torchrun_train_as_one(place, tmp_path):
+    model = Model(*hf.load(place / "model"))
+    ddp_program.train(model, ddp_program.ROWS)
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join(filter(None, sys.path))
+    arguments = [ddp_program.__file__, place / "model", tmp_path / "state"]
+    subprocess.run([*program, *map(str, arguments)], check=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
+    for name, x in torch.load(tmp_path / "state").items():
+        torch.testing.assert_close(x, model.state_dict()[name], rtol=1e-5, atol=1e-6)

@@ -77,13 +77,15 @@ def assert_equal_gradients(ours, theirs):
 
 
 @pytest.mark.parametrize("family", [name for name in tiny_families.FAMILIES if name != "kimi_k2"])
-def test_names_and_shapes_are_those_of_transformers(family):
+def test_names_are_those_of_transformers_and_weights_go_both_ways(family):
     config = tiny_families.config(family)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**models.config_to_hf(config))
         )
-    ours = Model(config, tiny.weights(models.table(config), 0.1))
+    weights = tiny.weights(models.table(config), 0.1)
+    ours = Model(config, weights)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params(ours), weights))
     sizes = lambda tensors: {name: tuple(x.shape) for name, x in tensors}
     assert sizes(ours.state_dict().items()) == sizes(theirs.state_dict().items())
     for duplicates in (False, True):
@@ -243,8 +245,9 @@ def test_weights_are_shared_with_jax():
     stacked = tree["stacks"][0]["q"]
     assert stacked.unsafe_buffer_pointer() + query.numel() * 4 == query.data_ptr()
     assert tree["embed"].unsafe_buffer_pointer() == model.lm_head.weight.data_ptr()
-    fresh = state_dicts.from_state_dict(model.settings, model.state_dict())[1]
-    assert jax.tree.all(jax.tree.map(np.array_equal, tree, fresh))
+    wanted = model(IDS).logits
+    jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: 0 * x, tree), donate_argnums=0)(tree))
+    assert torch.equal(model(IDS).logits, wanted)  # what torch owns is not donated
 
 
 def test_an_optimiser_changes_what_areax_computes_and_saves(tmp_path):
@@ -352,6 +355,25 @@ HALF[:, 8:] = 0
 def test_wrong_rows_are_refused(given, words):
     with pytest.raises(ValueError, match=words):
         loaded()(**dict(input_ids=IDS) | given)
+
+
+def test_it_runs_compiled_pickled_and_without_autograd(tmp_path):
+    model = loaded()
+    wanted = model(IDS).logits
+    torch.save(model, tmp_path / "model")
+    assert torch.equal(torch.load(tmp_path / "model", weights_only=False)(IDS).logits, wanted)
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, wanted)
+    compiled = torch.compile(model, backend="eager")  # torch leaves it to JAX
+    compiled(IDS, labels=IDS).loss.backward()
+    assert torch.equal(compiled(IDS).logits, wanted) and model.get_parameter(QUERY).grad is not None
+
+
+def test_a_backbone_gets_the_names_of_a_causal_model():
+    theirs = transformer("qwen3")
+    state = {name.removeprefix("model."): x for name, x in theirs.model.state_dict().items()}
+    config, weights = state_dicts.from_state_dict(models.config_from_hf(theirs.config.to_dict()), state)
+    assert config.prefix == "" and Model(config, weights).state_dict().keys() == theirs.state_dict().keys()
 
 
 def test_what_jax_cannot_take_is_refused():

@@ -50,8 +50,8 @@ class Model(torch.nn.Module):
         if config.vision or config.value_head:
             raise ValueError("Model: must have neither a vision tower nor a value head; load the language model alone")
         self.settings, self.run = config, run
-        table, inside = _table(config), wrappers.in_module(config)
-        stored = map(to_torch, hf.tensors_of(table, inside.prefix, params, params["embed"].dtype)[1])
+        inside = _in_module(config)
+        stored = map(to_torch, hf.tensors_of(_table(config), inside.prefix, params, params["embed"].dtype)[1])
         for group in _groups(config):
             for name, x in zip(group.names, stored, strict=False):
                 _set(self, name, torch.nn.Parameter(x) if group.trainable else x)
@@ -60,6 +60,7 @@ class Model(torch.nn.Module):
             self.register_state_dict_post_hook(_copy_head)
         self._place()
 
+    @torch.compiler.disable  # JAX compiles it
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -148,6 +149,12 @@ class _Group(NamedTuple):
         return self.leaves[0].param.trainable
 
 
+def _in_module(config):
+    """The Config with the prefix of keys in transformers' module of a causal model, also if it was a backbone's."""
+    inside = wrappers.in_module(config)
+    return dataclasses.replace(inside, prefix=inside.prefix or "model.")
+
+
 @functools.cache
 def _table(config) -> param.Table:
     return hf.in_modules(models.table(config))
@@ -155,7 +162,7 @@ def _table(config) -> param.Table:
 
 @functools.cache
 def _groups(config) -> list[_Group]:
-    prefix = wrappers.in_module(config).prefix
+    prefix = _in_module(config).prefix
     names = lambda leaf: [spelt[-1] for spelt in leaf.keys(prefix).values()]
     return [_Group(leaves, names(leaves[0]), leaves[0].unstacked_shape) for leaves in param.by_tensor(_table(config))]
 
@@ -224,6 +231,6 @@ def _get(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 def _copy_head(model: Model, state: dict, prefix: str, _) -> None:
     """Gives a tied head in a state dict memory of its own: safetensors, which Trainer saves with, refuses to share."""
-    name = prefix + wrappers.head(wrappers.in_module(model.settings))
+    name = prefix + wrappers.head(_in_module(model.settings))
     if not isinstance(state[name], torch.nn.Parameter):
         state[name] = state[name].clone()
