@@ -624,7 +624,7 @@ def to_tensors(
     return tensors_of(in_modules(table) if fused_experts else table, config.prefix, params, dtype)
 
 
-def tensors_of(table: param.Table, prefix: str, params, dtype):
+def tensors_of(table: param.Table, prefix: str, params, dtype, where: str = "save"):
     """`to_tensors` for any table; zeros where no leaf has a part of a tensor."""
     leaves = param.leaf_list(table)
     arrays = tree_leaves_with_path(params, is_leaf=param.composite)
@@ -632,10 +632,10 @@ def tensors_of(table: param.Table, prefix: str, params, dtype):
     paths = [leaf.path for leaf in leaves]
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
     if missing or unexpected:
-        raise ValueError(f"save: the parameters must match the config, got {complaint(missing, unexpected)}")
+        raise ValueError(f"{where}: the parameters must match the config, got {complaint(missing, unexpected)}")
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
-            raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
+            raise ValueError(f"{where}: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
     shared = param.by_tensor(table)
     spec = lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.param.dtype or dtype)
     specs = {spelt[0]: spec(leaf) for leaf, *_ in shared for spelt in leaf.keys(prefix).values()}

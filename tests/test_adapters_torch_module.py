@@ -241,10 +241,8 @@ def test_without_gradients_only_the_forward_pass_runs():
 
 def test_weights_are_shared_with_jax():
     model = loaded()
-    tree, query = params(model), model.get_parameter(QUERY)
-    stacked = tree["stacks"][0]["q"]
-    assert stacked.unsafe_buffer_pointer() + query.numel() * 4 == query.data_ptr()
-    assert tree["embed"].unsafe_buffer_pointer() == model.lm_head.weight.data_ptr()
+    tree, memory = params(model), {x.data_ptr() for x in model.parameters()}
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)} < memory  # of the first layer of each stack
     wanted = model(IDS).logits
     jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: 0 * x, tree), donate_argnums=0)(tree))
     assert torch.equal(model(IDS).logits, wanted)  # what torch owns is not donated
@@ -320,10 +318,10 @@ def test_weights_that_moved_are_copied_or_placed_again():
     other.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     assert torch.equal(other(IDS).logits, wanted)
     narrow = loaded().bfloat16()
-    query = narrow.get_parameter(QUERY)
-    assert params(narrow)["stacks"][0]["q"].unsafe_buffer_pointer() + query.numel() * 2 == query.data_ptr()
+    shared = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params(narrow))}
+    assert shared < {x.data_ptr() for x in narrow.parameters()}
     narrow(IDS, labels=IDS).loss.backward()
-    assert query.grad.dtype == torch.bfloat16
+    assert narrow.get_parameter(QUERY).grad.dtype == torch.bfloat16
     theirs = copy.deepcopy(transformer("qwen3")).bfloat16()
     assert_close(narrow(IDS).logits, theirs(IDS).logits.float(), 0.05)
     mixed = loaded(dtype="bfloat16")
@@ -348,6 +346,7 @@ HALF[:, 8:] = 0
         (dict(attention_mask=LATE), "attention_mask: zeros must be padding at one end of a row, got some between"),
         (dict(attention_mask=ONES[:, None]), r"attention_mask: must be \[2, 12\] as input_ids, got \[2, 1, 12\]"),
         (dict(attention_mask=ONES.float()), "attention_mask: must hold integers, got torch.float32"),
+        (dict(segment_ids=ONES - 2), "segment_ids: must be at least 0, which is padding, got -1"),
         (dict(attention_mask=HALF, segment_ids=ONES), "attention_mask: must be left out with segment_ids"),
         (dict(attention_mask=HALF, labels=IDS), "labels: must be -100 at padding, got 8 other labels there"),
     ],
@@ -384,3 +383,5 @@ def test_what_jax_cannot_take_is_refused():
     config = models.config_from_hf(transformer("qwen3").config.to_dict())
     with pytest.raises(ValueError, match="neither a vision tower nor a value head"):
         Model(dataclasses.replace(config, value_head=True), {})
+    with pytest.raises(ValueError, match="Model: the parameters must match the config, got missing embed, norm"):
+        Model(config, transformer("qwen3").state_dict())

@@ -19,6 +19,7 @@ import jax
 import torch
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # of torch -> of JAX
+ALIGNMENT = 64  # bytes; JAX copies other memory
 
 Shape = tuple[int, ...]
 
@@ -39,8 +40,7 @@ def apply(function: Callable, shapes: Sequence[Shape], tensors: Sequence[torch.T
 
 
 def arrays(shapes: Sequence[Shape], tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
-    """The tensors as arrays, [*shape, ...] for each shape; of the same memory where they lie there one after the other,
-    else copies.
+    """The tensors as arrays, [*shape, ...] for each shape: of the same memory where that is `laid_out`, else copies.
 
     Raises:
       ValueError: they are on another kind of device than JAX computes on, or in a dtype that JAX does not have.
@@ -60,7 +60,7 @@ def _stacked(shape: Shape, tensors: Sequence[torch.Tensor]) -> jax.Array:
             f"torch's parameters must be where JAX computes, got {first.device.type} and {jax.default_backend()}; move "
             "the model, or set JAX_PLATFORMS"
         )
-    if adjacent(tensors):
+    if laid_out(tensors):
         whole = first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
     else:
         whole = torch.stack([tensor.detach() for tensor in tensors])
@@ -72,11 +72,11 @@ def _stacked(shape: Shape, tensors: Sequence[torch.Tensor]) -> jax.Array:
     return made
 
 
-def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors of one shape lie one after the other."""
+def laid_out(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether JAX can read tensors of one shape in place: they lie one after the other, from an aligned address."""
     first = tensors[0]
     memory = first.untyped_storage().data_ptr()
-    return all(
+    return first.data_ptr() % ALIGNMENT == 0 and all(
         x.is_contiguous()
         and x.dtype == first.dtype
         and x.untyped_storage().data_ptr() == memory

@@ -31,11 +31,11 @@ class Model(torch.nn.Module):
     """A language model of any family with its weights as torch parameters, named as in transformers' module.
 
     JAX computes outputs and gradients, compiled once per shape of the input. Weights that areax does not train are
-    buffers. The weights are copies of `params`, and stay in the memory that they have then: layers side by side, as JAX
-    reads them.
+    buffers. The weights are copies of `params`, with layers side by side in memory, as JAX reads them.
 
     Attributes:
       settings: the Config.
+      run: execution options, such as gradient checkpointing and the dtype of the computation.
 
     Raises:
       ValueError: the model has a vision tower or a value head, or the parameters do not match the config.
@@ -51,7 +51,8 @@ class Model(torch.nn.Module):
             raise ValueError("Model: must have neither a vision tower nor a value head; load the language model alone")
         self.settings, self.run = config, run
         inside = _in_module(config)
-        stored = map(to_torch, hf.tensors_of(_table(config), inside.prefix, params, params["embed"].dtype)[1])
+        dtype = params["embed"].dtype if "embed" in params else "float32"
+        stored = map(to_torch, hf.tensors_of(_table(config), inside.prefix, params, dtype, "Model")[1])
         for group in _groups(config):
             for name, x in zip(group.names, stored, strict=False):
                 _set(self, name, torch.nn.Parameter(x) if group.trainable else x)
@@ -116,10 +117,10 @@ class Model(torch.nn.Module):
         return self
 
     def _place(self) -> None:
-        """Gives the tensors of an array adjacent memory."""
+        """Moves the tensors of each array to where JAX reads them without a copy."""
         for group in _groups(self.settings):
             tensors = [_get(self, name) for name in group.names]
-            if not function.adjacent(tensors):
+            if not function.laid_out(tensors):
                 for tensor, x in zip(tensors, torch.stack([tensor.detach() for tensor in tensors]), strict=True):
                     tensor.data = x
 

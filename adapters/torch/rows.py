@@ -52,6 +52,8 @@ def read(
     _check_vocabulary("input_ids", token_BT, vocabulary)
     position_BT = _array("position_ids", position_ids, token_BT.shape)
     segment_BT = _array("segment_ids", segment_ids, token_BT.shape)
+    if segment_BT is not None and segment_BT.size and segment_BT.min() < 0:
+        raise ValueError(f"segment_ids: must be at least 0, which is padding, got {segment_BT.min()}")
     mask_BT = _array("attention_mask", attention_mask, token_BT.shape)
     if mask_BT is not None and segment_BT is not None:
         raise ValueError("attention_mask: must be left out with segment_ids, where 0 is padding, got both")
