@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from areax.adapters import hf, tokenizer
 from areax.adapters.data import chat_sft
@@ -22,7 +22,7 @@ from areax.adapters.tracking import run_dir
 from areax.core.optim import Optimizer
 from areax.recipes import sft
 from areax.rollout.tasks import arithmetic
-from areax.rollout.types import demonstration
+from areax.rollout.types import Sample, demonstration
 
 ROWS = list(itertools.islice(arithmetic.demonstrations(arithmetic.splits()["train"]), 48))
 STEPS, BATCH, LENGTH, RATE = 6, 8, 64, 1e-2
@@ -86,8 +86,8 @@ def test_a_loop_of_torch_has_the_losses_of_areax(place, wanted):
         np.testing.assert_allclose(ours, theirs, atol=1e-3)
 
 
-def train(place, path, resume=None, **changes):
-    """(model, losses) by a Trainer."""
+def train(model, path, samples, resume=None, **changes):
+    """(trainer, losses)."""
     arguments = transformers.TrainingArguments(
         path, **dict(
             per_device_train_batch_size=BATCH, num_train_epochs=1, learning_rate=RATE, adam_beta2=0.95,
@@ -95,26 +95,39 @@ def train(place, path, resume=None, **changes):
             train_sampling_strategy="sequential", report_to=[], disable_tqdm=True, use_cpu=True,
         ) | changes,
     )  # fmt: skip
-    model = Model(*hf.load(place / "model"))
+    collator = packed if isinstance(samples[0], Sample) else None
     trainer = transformers.Trainer(
-        model, arguments, data_collator=packed, train_dataset=samples(place), eval_dataset=samples(place)[:BATCH]
+        model, arguments, data_collator=collator, train_dataset=samples, eval_dataset=samples[:BATCH]
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def test_a_trainer_has_the_losses_of_areax_and_resumes(place, wanted, tmp_path):
-    trainer, got = train(place, tmp_path)
+    new, rows = lambda: Model(*hf.load(place / "model")), samples(place)
+    trainer, got = train(new(), tmp_path, rows)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
-    again, got = train(place, tmp_path, resume=tmp_path / "checkpoint-3")
+    again, got = train(new(), tmp_path, rows, resume=tmp_path / "checkpoint-3")
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     for ours, theirs in zip(again.model.parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-    # Accumulated over two batches, divided by the number of their labels; and logits are given where it evaluates.
-    _, got = train(place, tmp_path / "two", per_device_train_batch_size=BATCH // 2, gradient_accumulation_steps=2)
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    # Accumulated over two batches, and divided by the number of labels in both.
+    halves = dict(per_device_train_batch_size=BATCH // 2, gradient_accumulation_steps=2)
+    np.testing.assert_allclose(train(new(), tmp_path / "two", rows, **halves)[1], wanted, atol=1e-5)
     predicted = trainer.predict(trainer.eval_dataset)
     assert predicted.predictions.shape == (3, LENGTH, trainer.model.settings.vocab)
+
+
+def test_a_trainer_treats_it_as_a_model_of_transformers(place, tmp_path):
+    """Plain rows, whose first tokens have labels too."""
+    tokens = np.random.default_rng(0).integers(4, 16, (16, 12))
+    rows = [{"input_ids": row, "labels": row} for row in tokens.tolist()]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
+    got, wanted = (
+        train(model, tmp_path / name, rows)[1]
+        for name, model in (("ours", Model(*hf.load(place / "model"))), ("theirs", theirs))
+    )
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 def test_rows_have_every_sample_once_and_learn_its_mask(place):
@@ -131,6 +144,20 @@ def test_rows_have_every_sample_once_and_learn_its_mask(place):
             found.append((tokens.tolist(), (labels != -100).tolist()))
     assert sorted(found) == sorted((x.tokens.tolist(), x.mask.tolist()) for x in made)
     assert (batch["labels"][batch["segment_ids"] == 0] == -100).all()
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self._samples = samples
+
+    def __iter__(self):
+        return iter(self._samples)
+
+
+def test_loaders_take_data_sets_of_both_kinds(place):
+    made = samples(place)
+    for one, other in zip(*(DataLoader(x, BATCH, collate_fn=packed) for x in (made, Stream(made))), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_weights_of_samples_are_refused(place):

@@ -258,9 +258,11 @@ def test_an_optimiser_changes_what_areax_computes_and_saves(tmp_path):
     assert (after - before).abs().max() > 0.1
     ours = jax.jit(models.forward, static_argnames="config")
     assert np.abs(ours(params(model), IDS.numpy(), config=model.settings) - after.numpy()).max() <= 1e-4
-    config, saved = hf.load(model.save_pretrained(tmp_path / "saved", dtype="float32"))
+    path = model.save_pretrained(tmp_path / "saved", dtype="float32")
+    config, saved = hf.load(path)
     assert jax.tree.all(jax.tree.map(np.array_equal, saved, params(model)))
     assert np.abs(ours(saved, IDS.numpy(), config=config) - after.numpy()).max() <= 1e-4
+    assert torch.equal(Model(*hf.mapped(path)[:2])(IDS).logits, after)
 
 
 def test_gradients_may_be_changed_in_place():

@@ -158,12 +158,11 @@ class _Function(torch.autograd.Function):
         residuals = dataclasses.replace(ctx.residuals, own=own)
         cotangent = jax.dlpack.from_dlpack(cotangent.contiguous())
         found = dict(zip(ctx.trained, _programs(ctx.function).pulled(weights, residuals, cotangent), strict=True))
-        grads: list[torch.Tensor | None] = []
+        grads: list[torch.Tensor | None] = []  # also of frozen tensors in an array that trains, which torch ignores
         for i, (shape, needed) in enumerate(zip(ctx.shapes, ctx.needed, strict=True)):
             if i in found:
                 whole = owned(found[i])
-                parts = whole.reshape(len(needed), *whole.shape[len(shape) :])
-                grads += [part if wanted else None for part, wanted in zip(parts, needed, strict=True)]
+                grads += whole.reshape(len(needed), *whole.shape[len(shape) :]).unbind()
             else:
                 grads += [None] * len(needed)
         return None, None, None, *grads
