@@ -39,7 +39,7 @@ def load(path: str | os.PathLike) -> Callable[[str, Mapping[str, Any]], float]:
     def opened():
         jax.config.update("jax_platforms", "cpu")
         config, params = hf.load(path, init_missing=("head",))  # unused; reward models of other tools lack it
-        if not config.value_head:
+        if not config.score_head:
             raise ValueError(f"{path}: a reward model needs a score head, got no score.weight")
         score = jax.jit(lambda batch: models.value(params, batch, config=config).value_BT)
         return tokenizer.load(path), score

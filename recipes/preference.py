@@ -148,10 +148,11 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     if not isinstance(config.objective, losses.RewardModel):
         return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     if config.init == "random":
-        settings = score_head.settings(models.text_only(hf.read_config(hub.folder(config.model))), tokens)
-        return settings, common.draw(models.table(settings), config.seed, mesh)
+        settings = score_head.settings(models.text_only(hf.read_config(hub.folder(config.model))))
+        return score_head.padded(settings, tokens), common.draw(models.table(settings), config.seed, mesh)
     path = hub.folder(config.model, weights=True)
     common.check_weights(path)
     with terminal.loading(path):
         settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
-    return score_head.settings(settings, tokens), {name: x for name, x in params.items() if name != "head"}
+    settings = score_head.padded(score_head.settings(settings), tokens)
+    return settings, {name: x for name, x in params.items() if name != "head"}

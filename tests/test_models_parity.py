@@ -633,7 +633,7 @@ def test_value_heads(name, tmp_path):
         with pytest.raises(ValueError, match=r"missing lm_head.weight \(init_missing=\('head',\)"):
             hf.load(tmp_path / "theirs")
     config, params = hf.load(tmp_path / "theirs", init_missing=("head",) if untied else ())
-    assert config.value_head
+    assert config.score_head
     token_BT = tokens()[:1]
     value = hidden(params, token_BT, config)[0, -1] @ params["score"][0]
     with torch.no_grad():
@@ -643,7 +643,7 @@ def test_value_heads(name, tmp_path):
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
     assert type(again) is type(model) and torch.equal(again.score.weight, model.score.weight)
     loaded, same = hf.load(tmp_path / "ours")
-    assert loaded.value_head and jax.tree.all(jax.tree.map(np.array_equal, params, same))
+    assert loaded.score_head and jax.tree.all(jax.tree.map(np.array_equal, params, same))
 
 
 @functools.partial(jax.jit, static_argnames="config")

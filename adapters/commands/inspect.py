@@ -91,7 +91,7 @@ def _answer(fn: Callable[[], Any]) -> str:
 
 
 def _check_served(path: Path, config) -> None:
-    if config.value_head:
+    if config.score_head:
         raise ValueError("a reward model gives scores, not tokens")
     if not any((path / name).is_file() for name in tokenizer.FILES):
         raise ValueError(f"{path}: a server needs a tokenizer, got none of {', '.join(tokenizer.FILES)}")

@@ -140,7 +140,7 @@ def _steps(config, settings, run: models.Run, microbatches: int, slots: int) -> 
     """The step of the model, and of its critic."""
     objective, teacher = _objective(config), None
     if isinstance(objective, losses.RewardModel):
-        settings = replace(settings, value_head=True, tied=True)
+        settings = scored(settings)
     if coef := getattr(config, "distill_coef", 0):
         objective = Taught(objective, config.distill, coef)
     if isinstance(objective, losses.Distill | Taught) and config.teacher:
@@ -155,10 +155,15 @@ def _steps(config, settings, run: models.Run, microbatches: int, slots: int) -> 
     if path := config.critic.model:
         settings = hf.read_config(hub.folder(path))
     critic = replace(
-        step, config=replace(settings, tied=True, value_head=True), objective=config.critic.objective,
+        step, config=scored(settings), objective=config.critic.objective,
         optim=_optim(config.critic.optim), lora=lora.Lora(), arrays=(), balance=Balance(), teacher=None, follows=step,
     )  # fmt: skip
     return step, critic
+
+
+def scored(settings):
+    """The settings with a score head, its own or a scalar one, and without an output head."""
+    return replace(settings, score_head=settings.score_head or models.ScoreHead(), tied=True)
 
 
 def _arrays(config, settings) -> list[Array]:

@@ -97,7 +97,7 @@ def _start(run: Path, options: Mapping[str, Any], kind: str | None, base: str | 
         raise ValueError(
             f"{run}: needs the model that the run started from, {named} ({error}); put it back, or name it with --base"
         ) from error
-    return (score_head.settings(config, tokens) if scored else config), tokens, model
+    return (score_head.padded(score_head.settings(config), tokens) if scored else config), tokens, model
 
 
 def _params(table: param.Table, arrays: Mapping[str, hf.Deferred], where: str, prefix: str):

@@ -1,16 +1,29 @@
-"""What a reward model's settings have beside those of the model that it starts from."""
+"""Score heads of reward models and critics: what their settings have beside those of the model that they start from."""
 
 import json
 from dataclasses import replace
 
+from areax import models
 from areax.adapters import tokenizer
 
+SCALAR = models.ScoreHead()
 
-def settings(config, tokens):
-    """The Config of a reward model, from that of a checkpoint read with all of `hf.HEADS`: a score head, no output
-    head, and a padding token."""
-    source = {**json.loads(config.source), "pad_token_id": pad_id(tokens)}
-    return replace(config, value_head=True, tied=True, source=json.dumps(source))
+
+def settings(config, head: models.ScoreHead = SCALAR, option: str = "--model"):
+    """The Config with its own score head, or `head` if it has none, and without an output head.
+
+    Raises:
+      ValueError: its own has another number of labels; names the option that named the checkpoint.
+    """
+    own = config.score_head or head
+    if own.labels != head.labels:
+        raise ValueError(f"{option}: needs a score head with {head.labels} labels, or none, got one with {own.labels}")
+    return replace(config, tied=True, score_head=own)
+
+
+def padded(config, tokens):
+    """The Config with a padding token, which transformers' classifiers read."""
+    return replace(config, source=json.dumps({**json.loads(config.source), "pad_token_id": pad_id(tokens)}))
 
 
 def pad_id(tokens) -> int:
