@@ -3,8 +3,12 @@
 import json
 from dataclasses import replace
 
+import jax
+
 from areax import models
-from areax.adapters import tokenizer
+from areax.adapters import hf, tokenizer
+from areax.adapters.runtime import hub
+from areax.recipes.shared import common, terminal
 
 SCALAR = models.ScoreHead()
 
@@ -26,6 +30,24 @@ def padded(config, tokens):
     return replace(config, source=json.dumps({**json.loads(config.source), "pad_token_id": pad_id(tokens)}))
 
 
+def open_model(options, head: models.ScoreHead, tokens, mesh: jax.sharding.Mesh):
+    """(config, weights) that a reward model starts from: with its own score head, else a new one, and no output head.
+
+    Args:
+      options: a recipe's Config.
+      head: the new one; as many labels must its own have.
+    """
+    if options.init == "random":
+        config = padded(settings(models.text_only(hf.read_config(hub.folder(options.model))), head), tokens)
+        return config, common.draw(models.table(config), options.seed, mesh)
+    path = hub.folder(options.model, weights=True)
+    common.check_weights(path)
+    config = padded(settings(hf.loaded_config(path, hf.HEADS, head), head), tokens)
+    with terminal.loading(path):
+        params = hf.load(path, mesh=mesh, init_missing=hf.HEADS, score_head=head)[1]
+    return config, {name: x for name, x in params.items() if name != "head"}
+
+
 def pad_id(tokens) -> int:
     """Returns the padding token, and sets it in the tokenizer.
 
@@ -39,7 +61,7 @@ def pad_id(tokens) -> int:
         others = [id for id in sorted(tokens.all_special_ids) if id != end]
         if not others:
             raise ValueError(
-                "RewardModel: the tokenizer needs a special token beside its end of turn, got none; set its pad_token"
+                "--model: the tokenizer needs a special token beside its end of turn, got none; set its pad_token"
             )
         tokens.pad_token = tokens.convert_ids_to_tokens(others[0])
     return tokens.pad_token_id
