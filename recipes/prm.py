@@ -31,10 +31,11 @@ class Config(offline_options.Options):
     Attributes:
       model: Hugging Face directory or hub name: weights, config.json and tokenizer; a score head with other labels is
         refused.
-      data: rows with "prompt" (or "messages"), "completions", a list of steps, and "labels", one for each: true or
-        false, a number, or null for a step without one. A JSONL or Parquet file, a folder, or a data set on the hub.
+      data: rows of a prompt, its steps and their labels: "prompt" (or "messages"), "completions", a list of texts, and
+        "labels", one for each: true or false, a number, or null for a step without one. A JSONL or Parquet file, a
+        folder, or a data set on the hub.
       heldout: rows to evaluate loss and accuracy on, never trained on; "" = none.
-      separator: text behind each step, at whose last token the model judges it (TRL's step_separator).
+      separator: text behind each step; the model judges the step at its last token (TRL's step_separator).
       lora: rank must be 0: the new head must train.
     """
 

@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+import servers
 import tiny
 import torch
 import transformers
@@ -113,6 +115,38 @@ def test_training_is_the_same_on_a_mesh(place):
     on = prm.main(config(place, "on", steps=2, mesh=Layout(fsdp=2, cp=2, tp=2)))
     for name in ("loss", "heldout_step_nll", "heldout_step_accuracy"):
         np.testing.assert_allclose(on[name], one[name], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_steps_are_rewarded_in_a_run_of_rl(place, whole, tmp_path):
+    """By worker processes; returns credit each step, and the reward of a sample is the sum of its steps."""
+    (tmp_path / "mine.py").write_text(
+        "from areax.adapters import reward_model\n"
+        f"process = reward_model.steps({str(place / 'whole/model')!r}, separator='1')\n"
+        "def least(text, row):\n"
+        "    return min(value for _, value in process(text, row))\n"
+    )
+    tiny.rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}+"} for i in range(10)])
+    with servers.embedded(place / "model", slots=8, context=64) as server:
+        for name in ("process", "least"):
+            words = {
+                "model": place / "model", "data": tmp_path / "rows.jsonl", "reward": f"{tmp_path}/mine.py:{name}",
+                "out": tmp_path / name, "servers": server.url, "steps": 2, "groups": 2, "group-size": 4, "length": 64,
+                "rows": 2, "eta": 0, "sampling.max-new-tokens": 12, "reward-workers": 1, "reward-timeout-s": 300,
+                "samples-every": 1,
+            }  # fmt: skip
+            algorithm = "reinforceplusplus" if name == "process" else "grpo"
+            assert cli.main(["train", algorithm, *(str(w) for k, v in words.items() for w in (f"--{k}", v))]) == 0
+    judge = reward_model.steps(place / "whole/model", separator="1")
+    shown = {name: list(run_dir.read_lines(tmp_path / name / "samples.jsonl")) for name in ("process", "least")}
+    several = 0
+    for name, total in (("process", sum), ("least", min)):
+        for line in shown[name]:
+            [prompt] = re.findall(r"\d\+", line["prompt"])
+            steps = [value for _, value in judge(line["text"], {"prompt": prompt})]
+            np.testing.assert_allclose(line["reward"], total(steps), rtol=1e-4)
+            several += len(steps) > 1
+    assert several > 2
 
 
 GOOD = {"prompt": "1+", "completions": ["2", "3"], "labels": [True, False]}
