@@ -21,7 +21,8 @@ def settings(config, head: models.ScoreHead = SCALAR, option: str = "--model"):
     """
     own = config.score_head or head
     if own.labels != head.labels:
-        raise ValueError(f"{option}: needs a score head with {head.labels} labels, or none, got one with {own.labels}")
+        wanted = "1 label" if head.labels == 1 else f"{head.labels} labels"
+        raise ValueError(f"{option}: needs a score head with {wanted}, or none, got one with {own.labels}")
     return replace(config, tied=True, score_head=own)
 
 

@@ -124,7 +124,7 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
             raise ValueError(
                 f"--critic.model {options.model}: needs the policy's vocabulary of {vocab}, got {settings.vocab}"
             )
-    settings = score_head.settings(settings, option=f"--critic.model {options.model}")
+    settings = score_head.settings(settings, option=f"--critic.model {options.model}" if options.model else "--model")
     shardings = rules.of_params(models.table(settings), mesh)
     own = {name: jax.tree.map(_own, x) for name, x in params.items() if name != "head"}
     if "score" not in own:
