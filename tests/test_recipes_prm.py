@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,8 +20,10 @@ from areax.adapters.tracking import run_dir
 from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.parallel.mesh import Layout
-from areax.recipes import prm
+from areax.recipes import grpo, prm
 from areax.recipes.shared import run_export
+
+GUIDE = (Path(__file__).parents[1] / "docs/preference.md").read_text()
 
 
 def row(rng):
@@ -120,27 +123,26 @@ def test_training_is_the_same_on_a_mesh(place):
 @pytest.mark.slow
 def test_steps_are_rewarded_in_a_run_of_rl(place, whole, tmp_path):
     """By worker processes; returns credit each step, and the reward of a sample is the sum of its steps."""
+    [shown] = [block for block in re.findall(r"```python\n(.*?)```", GUIDE, re.S) if "def least" in block]
+    assert '"runs/prm/model"' in shown
     (tmp_path / "mine.py").write_text(
-        "from areax.adapters import reward_model\n"
-        f"process = reward_model.steps({str(place / 'whole/model')!r}, separator='1')\n"
-        "def least(text, row):\n"
-        "    return min(value for _, value in process(text, row))\n"
+        shown.replace('"runs/prm/model"', f"{str(place / 'whole/model')!r}, separator='1'")
     )
     tiny.rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}+"} for i in range(10)])
     with servers.embedded(place / "model", slots=8, context=64) as server:
-        for name in ("process", "least"):
+        for name in ("reward", "least"):
             words = {
                 "model": place / "model", "data": tmp_path / "rows.jsonl", "reward": f"{tmp_path}/mine.py:{name}",
                 "out": tmp_path / name, "servers": server.url, "steps": 2, "groups": 2, "group-size": 4, "length": 64,
                 "rows": 2, "eta": 0, "sampling.max-new-tokens": 12, "reward-workers": 1, "reward-timeout-s": 300,
                 "samples-every": 1,
             }  # fmt: skip
-            algorithm = "reinforceplusplus" if name == "process" else "grpo"
+            algorithm = "reinforceplusplus" if name == "reward" else "grpo"
             assert cli.main(["train", algorithm, *(str(w) for k, v in words.items() for w in (f"--{k}", v))]) == 0
     judge = reward_model.steps(place / "whole/model", separator="1")
-    shown = {name: list(run_dir.read_lines(tmp_path / name / "samples.jsonl")) for name in ("process", "least")}
+    shown = {name: list(run_dir.read_lines(tmp_path / name / "samples.jsonl")) for name in ("reward", "least")}
     several = 0
-    for name, total in (("process", sum), ("least", min)):
+    for name, total in (("reward", sum), ("least", min)):
         for line in shown[name]:
             [prompt] = re.findall(r"\d\+", line["prompt"])
             steps = [value for _, value in judge(line["text"], {"prompt": prompt})]
@@ -173,6 +175,17 @@ def test_rows_that_cannot_be_used_are_named(place, changes, words):
     with pytest.raises(ValueError, match=words) as error:
         prm.main(config(place, "bad", data=str(place / "bad.jsonl")))
     assert "\n" not in str(error.value)
+
+
+def test_the_guide_shows_commands_and_rows_that_work(monkeypatch):
+    [line] = re.findall(r"```json\n(.*)\n```", GUIDE)
+    prm.check(json.loads(line), 2)
+    seen = []
+    monkeypatch.setattr(prm, "main", seen.append)
+    monkeypatch.setattr(grpo, "main", seen.append)
+    commands = re.findall(r"^areax (train (?:prm|reinforceplusplus) .*)$", GUIDE, re.M)
+    assert all(cli.main(command.split()) == 0 for command in commands)
+    assert [type(config) for config in seen] == [prm.Config, grpo.Config] and seen[0].out == "runs/prm"
 
 
 def test_the_command_has_its_options(monkeypatch, capsys):
