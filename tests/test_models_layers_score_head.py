@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
 from areax import models
 from areax.adapters import hf, safetensors
@@ -132,6 +134,36 @@ def test_classifiers_are_those_of_transformers(family, kind, said, tmp_path):
     assert (again.config.id2label, again.config.label2id) == (model.config.id2label, model.config.label2id)
     hf.save(tmp_path / "again", *hf.load(tmp_path / "ours"))
     assert files(tmp_path / "ours") == files(tmp_path / "again")
+
+
+KINDS = {
+    "Token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "Sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+}
+CLASSES = [(family, kind) for kind, names in KINDS.items() for family in tiny_families.FAMILIES if family in names]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family, kind", CLASSES)
+def test_classifiers_of_every_family(family, kind, tmp_path):
+    """Tensors come and go through files bit by bit; scores are those of transformers."""
+    torch.manual_seed(0)
+    options = tiny_families.hf(family, pad_token_id=0, **LABELS)
+    settings = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    model = biased(getattr(transformers, f"AutoModelFor{kind}Classification").from_config(settings).eval())
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = hf.load(tmp_path / "theirs", init_missing=("head",))
+    assert config.score_head == models.ScoreHead(3, bias=kind == "Token")
+    token_BT = np.random.default_rng(3).integers(3, V, (1, 12))
+    rows = jax.tree.map(lambda x: x[0], packing.pack([supervised([], token_BT[0])], 12, rows=1))
+    got_BTY = jax.jit(lambda params: models.classify(params, rows, config=config).label_BTY)(params)
+    with torch.no_grad():
+        wanted = model.score(model.model(torch.from_numpy(token_BT), use_cache=False).last_hidden_state).numpy()
+    assert np.abs(got_BTY - wanted).max() <= 1e-4 * wanted.std()
+    hf.save(tmp_path / "ours", config, params)
+    again, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and set(info["unexpected_keys"]) <= {"lm_head.weight"}
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
 
 
 def test_sequence_classifiers_have_their_scores_at_the_last_token(tmp_path):
