@@ -101,9 +101,9 @@ def load(
     """Loads (config, params) of a checkpoint of any family; missing and unexpected tensors are errors.
 
     With tied embeddings, an `lm_head` is accepted if it equals them. A `score.weight` gives a score head, with labels
-    and bias as the architecture in config.json has them, else as they are there. Keys may lack the prefix "model."
-    (backbones). Of a wrapper this is the text model (`models/wrappers.py`). Tensors that the model does not use are
-    listed in the config and not read; `save` copies them from `path`.
+    and bias as the architecture in config.json has them, else as they are there; such a model needs no `lm_head`. Keys
+    may lack the prefix "model." (backbones). Of a wrapper this is the text model (`models/wrappers.py`). Tensors that
+    the model does not use are listed in the config and not read; `save` copies them from `path`.
 
     Args:
       dtype: dtype of the parameters; None = as stored, in a stack of layers the narrowest that holds all.
@@ -341,13 +341,16 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     spelt_as = wrappers.prefixes(config)
     starts = lambda prefix: any(key.startswith((f"{prefix}embed_tokens.", f"{prefix}layers.")) for key in tensors)
     prefix = next(filter(starts, spelt_as), spelt_as[0])
-    scored = config.score_head or heads.found(tensors) or (score_head if "score" in init_missing else None)
+    stated = config.score_head
+    scored = stated or heads.found(tensors) or (score_head if "score" in init_missing else None)
     if scored and config.vision:
         raise ValueError(f"{where}: a model with a score head reads no images; load it without its vision tower")
     config = dataclasses.replace(config, prefix=prefix, score_head=scored)
     head, embed = wrappers.head(config), f"{prefix}embed_tokens.weight"
     if not wrappers.states_tying(config) and {head, embed} <= tensors.keys():  # as in transformers, files decide
         config = dataclasses.replace(config, tied=equal(tensors[head], tensors[embed]))
+    if head not in tensors and (stated or heads.found(tensors)):
+        config = dataclasses.replace(config, output_head=config.tied or "head" in init_missing)
     table = models.table(config)
     rest = tuple(key for key in tensors if table.leaves_out(key))
     tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}

@@ -99,7 +99,7 @@ def _split(text: str, separator: str) -> list[tuple[str, int]]:
 def _reader(path: str | os.PathLike, label: int | str | None, default: int | None = None):
     """(f() -> (tokenizer, g(ids) -> scores [N, Y]), f(score_Y) -> reward); f loads the weights once."""
     path = Path(hub.folder(path, weights=True)).absolute()
-    config = hf.loaded_config(path, init_missing=("head",))  # unused; reward models of other tools lack it
+    config = hf.loaded_config(path)
     if config.score_head is None:
         raise ValueError(f"{path}: a reward model needs a score head, got no score.weight")
     source = json.loads(config.source)
@@ -109,7 +109,7 @@ def _reader(path: str | os.PathLike, label: int | str | None, default: int | Non
     @functools.cache
     def opened():
         jax.config.update("jax_platforms", "cpu")
-        _, params = hf.load(path, init_missing=("head",))
+        _, params = hf.load(path)
         compiled = jax.jit(lambda batch: models.classify(params, batch, config=config).label_BTY)
 
         def score(ids: Sequence[int]) -> np.ndarray:

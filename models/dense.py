@@ -42,6 +42,7 @@ class Config:
       init_std: standard deviation of newly initialised matrices.
       prefix: prefix of the checkpoint's keys, "model." except in bare backbones and wrappers.
       score_head: the model's head of scores; None = it has none.
+      output_head: the model predicts tokens; False = a classifier whose checkpoint has no `lm_head`.
       records: what each layer does with its tokens.
       activation: activation of MLPs and experts.
       norm_offset: added to the weights of norms (1 in families whose norms are stored around 0).
@@ -71,6 +72,7 @@ class Config:
     eos: tuple[int, ...] = ()
     prefix: str = "model."
     score_head: ScoreHead | None = None
+    output_head: bool = True
     records: tuple[Layer, ...] = ()
     activation: Activation = SILU
     norm_offset: float = 0.0
@@ -319,7 +321,7 @@ def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Tabl
         "embed": Param("vocab embed", ("{prefix}embed_tokens.weight",), std),
         "norm": Param("embed", ("{prefix}norm.weight",), start),
     }
-    if not config.tied:
+    if config.output_head and not config.tied:
         top["head"] = Param("vocab embed", ("lm_head.weight",), std)
     scores, sizes = score_head.params(config.score_head, config.init_std) if config.score_head else ({}, {})
     # fmt: on

@@ -227,8 +227,9 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
       images: the arrays of `vision.arrange`, whose positions are then those of rope; None = text alone.
 
     Raises:
-      ValueError: there are images, and the model was loaded without its vision tower.
+      ValueError: there are images, and the model was loaded without its vision tower; it has no output head.
     """
+    _check_output(config)
     packing = segment_BT is not None
     segment_BT = segment_BT if packing else jnp.ones(token_BT.shape, jnp.int32)
     index_BT = segment_index(segment_BT)
@@ -259,8 +260,10 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
 
     Raises:
       ValueError: one of the others has a smaller vocabulary; or there are images, and one of the models was loaded
-        without its vision tower.
+        without its vision tower; or one has no output head.
     """
+    for each in (config, *(other for _, other in others)):
+        _check_output(each)
     hidden_BTD, aux, into, back = _hidden(params, batch, config, run)
     frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
@@ -274,6 +277,11 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     scalar = "score" in params and params["score"].shape[0] == 1
     value = back(score_head.apply(params, hidden_BTD))[..., 0] if scalar else None
     return Scores(logp, entropy, lse, value, extra, aux)
+
+
+def _check_output(config):
+    if not config.output_head:
+        raise ValueError("models: a classifier has no output head; its scores are read by models.classify")
 
 
 def value(params, batch: Batch, *, config, run: Run = Run()):

@@ -14,9 +14,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from areax import models
-from areax.adapters import hf, safetensors
+from areax.adapters import cli, hf, safetensors
 from areax.core import packing
 from areax.parallel import batches, mesh, rules
+from areax.rollout.engine import checkpoint
 from areax.rollout.types import supervised
 
 V = 48
@@ -119,9 +120,7 @@ def files(path):
 def test_classifiers_are_those_of_transformers(family, kind, said, tmp_path):
     model = reference(family, kind, **said)
     model.save_pretrained(tmp_path / "theirs")
-    untied = not model.config.tie_word_embeddings
-    config, params = hf.load(tmp_path / "theirs", init_missing=("head",) if untied else ())
-    config, params = replace(config, tied=True), {name: x for name, x in params.items() if name != "head"}
+    config, params = hf.load(tmp_path / "theirs")
     bias = kind == "Token" and said.get("token_classification_bias", True)
     assert config.score_head == models.ScoreHead(model.num_labels, bias=bias)
     compare(config, params, model, lambda ids: model.score(model.model(ids, use_cache=False).last_hidden_state))
@@ -130,7 +129,10 @@ def test_classifiers_are_those_of_transformers(family, kind, said, tmp_path):
     assert not any(info.values())
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
     written = json.loads((tmp_path / "ours/config.json").read_text())
-    assert written["architectures"] == [type(model).__name__]
+    tied = model.config.tie_word_embeddings
+    assert (written["architectures"], written["tie_word_embeddings"]) == ([type(model).__name__], tied)
+    before, after = safetensors.read(tmp_path / "theirs"), safetensors.read(tmp_path / "ours")
+    assert before.keys() == after.keys() and all(np.array_equal(x, after[name]) for name, x in before.items())
     assert (again.config.id2label, again.config.label2id) == (model.config.id2label, model.config.label2id)
     hf.save(tmp_path / "again", *hf.load(tmp_path / "ours"))
     assert files(tmp_path / "ours") == files(tmp_path / "again")
@@ -152,7 +154,7 @@ def test_classifiers_of_every_family(family, kind, tmp_path):
     settings = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     model = biased(getattr(transformers, f"AutoModelFor{kind}Classification").from_config(settings).eval())
     model.save_pretrained(tmp_path / "theirs")
-    config, params = hf.load(tmp_path / "theirs", init_missing=("head",))
+    config, params = hf.load(tmp_path / "theirs")
     assert config.score_head == models.ScoreHead(3, bias=kind == "Token")
     token_BT = np.random.default_rng(3).integers(3, V, (1, 12))
     rows = jax.tree.map(lambda x: x[0], packing.pack([supervised([], token_BT[0])], 12, rows=1))
@@ -162,14 +164,14 @@ def test_classifiers_of_every_family(family, kind, tmp_path):
     assert np.abs(got_BTY - wanted).max() <= 1e-4 * wanted.std()
     hf.save(tmp_path / "ours", config, params)
     again, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not info["missing_keys"] and set(info["unexpected_keys"]) <= {"lm_head.weight"}
+    assert not any(info.values())
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
 
 
 def test_sequence_classifiers_have_their_scores_at_the_last_token(tmp_path):
     model = reference("llama", "Sequence", **LABELS)
     model.save_pretrained(tmp_path)
-    config, params = hf.load(tmp_path, init_missing=("head",))
+    config, params = hf.load(tmp_path)
     packed = batch()
     got = apart(ours(params, packed, np.zeros((2, 16, 3), np.float32), config)[0], packed)
     with torch.no_grad():
@@ -291,6 +293,23 @@ def test_a_head_needs_all_of_its_tensors(tmp_path):
         hf.load(tmp_path / "base")
     config, params = hf.load(tmp_path / "base", init_missing=("score",))
     assert params["score"].shape == (2, 32) and params["score_bias"].shape == (2,)
+
+
+def test_a_classifier_without_an_output_head_predicts_no_tokens(tmp_path):
+    model = reference("qwen2", "Token")
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = hf.load(tmp_path / "theirs")
+    assert not config.output_head and not config.tied and "head" not in params
+    for of in (lambda: models.forward(params, batch().token_BT, config=config),
+               lambda: models.score(params, batch(), config=config)):  # fmt: skip
+        with pytest.raises(ValueError, match="a classifier has no output head; its scores are read by models.classify"):
+            of()
+    with pytest.raises(ValueError, match="must have an output head to generate text, got a classifier without"):
+        checkpoint.read_weights(str(tmp_path / "theirs"), "float32")
+    config, params = hf.load(tmp_path / "theirs", init_missing=("head",))
+    assert config.output_head and params["head"].shape == (V, 24)
+    assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
+    assert safetensors.read(tmp_path / "converted").keys() == safetensors.read(tmp_path / "theirs").keys()
 
 
 def test_without_an_architecture_tensors_decide(tmp_path):

@@ -23,7 +23,7 @@ def settings(config, head: models.ScoreHead = SCALAR, option: str = "--model"):
     if own.labels != head.labels:
         wanted = "1 label" if head.labels == 1 else f"{head.labels} labels"
         raise ValueError(f"{option}: needs a score head with {wanted}, or none, got one with {own.labels}")
-    return replace(config, tied=True, score_head=own)
+    return replace(config, tied=True, output_head=True, score_head=own)
 
 
 def padded(config, tokens):

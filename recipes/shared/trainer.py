@@ -119,7 +119,7 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
         vocab = settings.vocab
         path = hub.folder(options.model, weights=True)
         with terminal.loading(path):
-            settings, params = hf.load(path, mesh=mesh, init_missing=("head",))
+            settings, params = hf.load(path, mesh=mesh)
         if settings.vocab != vocab:
             raise ValueError(
                 f"--critic.model {options.model}: needs the policy's vocabulary of {vocab}, got {settings.vocab}"
