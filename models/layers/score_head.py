@@ -56,6 +56,11 @@ def stated(hf: Mapping[str, Any]) -> ScoreHead | None:
     return None
 
 
+def classifier(hf: Mapping[str, Any]) -> str | None:
+    """The class of transformers that a config.json states, if it is a classifier's."""
+    return next((name for name in hf.get("architectures") or [] if CLASSIFIER.fullmatch(name)), None)
+
+
 def _labels(hf: Mapping[str, Any]) -> int:
     names, count = hf.get("id2label"), hf.get("num_labels")
     if names is None:
@@ -129,7 +134,6 @@ def to_hf(head: ScoreHead, source: Mapping[str, Any], causal: str) -> dict[str, 
 
 def _architecture(head: ScoreHead, source: Mapping[str, Any], causal: str) -> str:
     stem = causal.removesuffix("ForCausalLM")
-    kept = [name for name in source.get("architectures") or [] if name in REWARD_MODELS or CLASSIFIER.fullmatch(name)]
     if head.hidden:
         own = next((name for name, one in REWARD_MODELS.items() if one == head and name.startswith(f"{stem}For")), None)
         if own is None:
@@ -138,6 +142,7 @@ def _architecture(head: ScoreHead, source: Mapping[str, Any], causal: str) -> st
                 "Qwen2's have 1 or 2"
             )
         return own
-    if kept and CLASSIFIER.fullmatch(kept[0]) and stated(source) == head:
-        return kept[0]
+    kept = classifier(source)
+    if kept and stated(source) == head:
+        return kept
     return f"{stem}For{'Token' if head.bias else 'Sequence'}Classification"
