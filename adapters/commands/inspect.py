@@ -39,8 +39,8 @@ def inspect(path: str | os.PathLike, tensors: bool = False) -> dict:
     Returns:
       {"kind": "checkpoint" | "adapters" | "run", "path", ...}, all JSON types. Of tensors: {"bytes", "dtypes", "files",
       "tensors": [{"name", "dtype", "shape", "count"}]}. Of a checkpoint also {"family", "parameters", "layers",
-      "context", "labels" of a score head, "tied", "quantised", "version", "tokenizer", "chat_template", "train", "lora",
-      "serve", "tp"}: the last four are "yes", the largest number of devices, or the reason why not in one line.
+      "context", "labels" of a score head, "tied", "quantised", "version", "tokenizer", "chat_template", "train",
+      "lora", "serve", "tp"}: the last four are "yes", the largest number of devices, or the reason why not in one line.
 
     Raises:
       ValueError: there is nothing of these, or its files are incomplete or damaged.
