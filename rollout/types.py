@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,24 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 Finish = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as the policy sees it; `adapters.data.images.read` makes one of what users have.
+
+    Samples and requests hold the same object, so that the trainer sees the very bytes that the server saw.
+
+    Attributes:
+      data: an encoded RGB image (PNG, JPEG or WebP), upright without EXIF.
+    """
+
+    data: bytes = field(repr=False)
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """SHA-256 of the bytes, hexadecimal: its identity in prefix caches and logs."""
+        return hashlib.sha256(self.data).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,7 @@ class Sample:
       pair, label: for preference data: the pair's number, -1 without a pair; label 1 = preferred, 0 = rejected, -1 =
         neither, for a baseline.
       arrays: {name: ("input" | "target", ndarray[n, ...])}, packed with the tokens.
+      images: in the order of the tokens that stand for them, each as many as the image has features.
       info: what a workflow reports of it, such as its texts; stays in the process that runs the workflow.
     """
 
@@ -78,6 +99,7 @@ class Sample:
     pair: int = -1
     label: float = 0.0
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -112,6 +134,7 @@ class SampledLabels(TypedDict, total=False):
     pair: int
     label: float
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
+    images: tuple[Image, ...]
     info: Mapping[str, Any]
 
 
@@ -219,5 +242,5 @@ class Sampling:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-Generate = Callable[..., Awaitable[Completion]]  # generate(tokens, **sampling) continues a list of tokens
+Generate = Callable[..., Awaitable[Completion]]  # generate(tokens, images=(), **sampling) continues a list of tokens
 Workflow = Callable[[Generate, Mapping[str, Any]], Awaitable[Sample | list[Sample] | None]]

@@ -29,6 +29,10 @@ KEY = "areax/watch"
 lost = threading.Event()  # a process of this job has ended: collectives are no longer possible
 
 
+class FailedElsewhere(ValueError):
+    """Another process failed, and says why when it leaves: this one must not be the first to be reported."""
+
+
 class Watch:
     """This process's connections: process 0 accepts those of all others."""
 
@@ -64,7 +68,7 @@ class Watch:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt this function
         sys.stdout.flush()
         if not isinstance(error, SystemExit):
-            lost.wait(LATE_S)
+            lost.wait(GRACE_S if isinstance(error, FailedElsewhere) else LATE_S)
         if not self._once.acquire(blocking=False):  # another process failed first
             lost.wait()
             os._exit(LOST)

@@ -140,7 +140,7 @@ def failing_together(leave: Callable[[], None]) -> Iterator[None]:
             leave()
             anyone(True)  # waits for all: the first to end would end the others
     if failed:
-        raise ValueError("another process of the job failed here; its own message says why")
+        raise liveness.FailedElsewhere("another process of the job failed here; its own message says why")
 
 
 def least(value: int) -> int:

@@ -209,12 +209,13 @@ def check_directory(option: str, path: str) -> None:
     """Raises ValueError if an option's `path` is not a directory and cannot be created; creates nothing."""
     place = Path(path)
     for part in (place, *place.parents):
-        if part.is_dir():
-            if os.access(part, os.W_OK | os.X_OK) and os.statvfs(part).f_blocks:  # /proc and the like have none
-                return
-            raise ValueError(f"{option} must be a directory that can be written to, got {path}; name another place")
-        if part.exists() or part.is_symlink():
+        if not (part.exists() or part.is_symlink()):  # asked first: another process of the job may create it meanwhile
+            continue
+        if not part.is_dir():
             raise ValueError(f"{option} must be a directory, got {path}, and {part} is a file; name another place")
+        if os.access(part, os.W_OK | os.X_OK) and os.statvfs(part).f_blocks:  # /proc and the like have none
+            return
+        raise ValueError(f"{option} must be a directory that can be written to, got {path}; name another place")
 
 
 def complete(config: Any, start: int, quiet: bool = False) -> bool:

@@ -1,0 +1,173 @@
+"""Images for models with a vision tower: reading them, and turning them into patches with the model's processor."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...models.vision import Media
+from ...rollout.types import Image
+from ..runtime import hub
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+FORMATS = "PNG", "JPEG", "WEBP"  # read as they are
+READABLE = *FORMATS, "BMP", "GIF", "TIFF"  # of these the first frame
+MOST_PIXELS = 1 << 26
+MOST_BYTES = 1 << 26
+FILE = "preprocessor_config.json"
+ORIENTATION = 0x0112  # of EXIF
+
+
+def read(source: Any) -> Image:
+    """An Image of what data sets and clients have.
+
+    Args:
+      source: bytes of a file, the path of one, a data URL (`data:image/png;base64,...`), a PIL image, or what
+        `datasets` stores of an image: {"bytes": ..., "path": ...}.
+
+    Returns:
+      The bytes as they are if they are an upright RGB image; else a PNG of it.
+
+    Raises:
+      ValueError: it is no image of a known format, damaged, or of more than 2^26 pixels or bytes. Addresses other than
+        data URLs are not fetched.
+    """
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        source = _from_url(source)
+    elif isinstance(source, str) and "://" in source[:16]:
+        raise ValueError(f"images: addresses are not fetched, got {source!r:.80}; send the image as a data URL")
+    elif isinstance(source, str | os.PathLike):
+        source = _from_file(Path(source))
+    if isinstance(source, bytes | bytearray | memoryview):
+        data = bytes(source)
+        opened = _opened(data)
+        _decoded(opened)
+        if opened.format in FORMATS and opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1:
+            return Image(data)
+        return _written(opened)
+    if hasattr(source, "convert") and hasattr(source, "getexif"):
+        return _written(source)
+    raise ValueError(f"images: an image must be bytes, a path, a data URL or a PIL image, got {type(source).__name__}")
+
+
+class Processor:
+    """What a model's image processor does, and which tokens stand for its features.
+
+    Attributes:
+      token: id of the token that stands for a feature of an image.
+    """
+
+    def __init__(self, processor: Any, token: int):
+        self.token, self._processor = token, processor
+
+    def count(self, image: Image) -> int:
+        """How many features an image has: so many tokens stand for it."""
+        width, height = _opened(image.data).size
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise ValueError(f"images: the model's processor refuses {width} x {height} pixels: {error}") from error
+        return patches // self._processor.merge_size**2
+
+    def media(self, image: Image) -> Media:
+        """The image's patches, resized and normalised as the model's processor does."""
+        made = self._processor(images=[_decoded(_opened(image.data))], return_tensors="np")
+        [grid] = made["image_grid_thw"].tolist()
+        return Media(np.asarray(made["pixel_values"], np.float32), tuple(grid))
+
+    def expanded(self, tokens: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """Tokens as the model reads them: each image's one token, as templates write it, as often as it has features.
+
+        Raises:
+          ValueError: there are more or fewer of these tokens than images.
+        """
+        found = sum(token == self.token for token in tokens)
+        if found != len(images):
+            raise ValueError(f"images: a prompt needs one image token for each image, got {found} for {len(images)}")
+        counts = iter([self.count(image) for image in images])
+        return [each for token in tokens for each in ([token] * next(counts) if token == self.token else [token])]
+
+
+def load(path: str | Path) -> Processor:
+    """The image processor of a model folder, or of a hub model `owner/name`.
+
+    Raises:
+      ValueError: the folder has no image processor, or config.json names no image token.
+    """
+    folder = Path(hub.folder(path, needs=(FILE,)))
+    if not (folder / FILE).is_file():
+        raise ValueError(f"{path}: a model that reads images needs {FILE}, its image processor, got none")
+    token = json.loads((folder / "config.json").read_bytes()).get("image_token_id")
+    if type(token) is not int:
+        raise ValueError(f"{path}: config.json names no image_token_id, got {token!r:.80}")
+    from transformers import AutoImageProcessor
+
+    try:
+        return Processor(AutoImageProcessor.from_pretrained(folder, backend="pil"), token)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {FILE} cannot be loaded: {' '.join(str(error).split())}") from None
+
+
+def _from_url(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ValueError(f"images: a data URL must be data:image/...;base64,..., got {url!r:.80}")
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"images: a data URL must hold base64, got {error}") from None
+
+
+def _from_file(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"images: {path} cannot be read: {error.strerror}") from None
+
+
+def _opened(data: bytes) -> PIL.Image.Image:
+    """The image, whose pixels are not decoded yet."""
+    import PIL.Image
+
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"images: an image may have {MOST_BYTES:,} bytes, got {len(data):,} or more")
+    try:
+        opened = PIL.Image.open(io.BytesIO(data), formats=READABLE)
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}: {error}") from None
+    if opened.width * opened.height > MOST_PIXELS:
+        raise ValueError(
+            f"images: an image may have {MOST_PIXELS:,} pixels, got {opened.width} x {opened.height}; make it smaller"
+        )
+    return opened
+
+
+def _decoded(opened: PIL.Image.Image) -> PIL.Image.Image:
+    try:
+        return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"images: the image is damaged: {error}") from None
+
+
+def _written(opened: PIL.Image.Image) -> Image:
+    """A PNG of an image, upright, in RGB."""
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    _decoded(ImageOps.exif_transpose(opened)).save(file, "PNG")
+    return Image(file.getvalue())

@@ -1,0 +1,90 @@
+"""Images of users as the model's processor reads them, and errors that say what is wrong."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+from transformers import AutoImageProcessor
+
+from areax.adapters.data import images
+from areax.rollout.types import Image
+
+IMAGE = 57
+
+
+def pixels(width=37, height=52, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def encoded(picture, kind="PNG", **options):
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processor")
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    options = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 4, "size": size, "merge_size": 2}
+    (folder / images.FILE).write_text(json.dumps(options))
+    (folder / "config.json").write_text(json.dumps({"image_token_id": IMAGE}))
+    return folder
+
+
+def test_every_source_of_one_image_gives_its_bytes(tmp_path):
+    data = encoded(PIL.Image.fromarray(pixels()))
+    (tmp_path / "a.png").write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [data, bytearray(data), url, tmp_path / "a.png", str(tmp_path / "a.png"), {"bytes": data, "path": None}]
+    assert {images.read(source) for source in [*sources, {"bytes": None, "path": str(tmp_path / "a.png")}]} == {
+        Image(data)
+    }
+    assert images.read(Image(data)).hash == Image(data).hash and len(Image(data).hash) == 64
+
+
+def test_other_images_become_upright_rgb():
+    picture = PIL.Image.fromarray(pixels())
+    turned = picture.copy().getexif()
+    turned[images.ORIENTATION] = 6  # to be shown turned by 90 degrees
+    upright = PIL.Image.open(io.BytesIO(images.read(encoded(picture, exif=turned)).data))
+    np.testing.assert_array_equal(np.asarray(upright), np.rot90(pixels(), -1))
+    for other in (picture.convert("L"), picture.convert("P"), picture.convert("RGBA"), picture):
+        seen = PIL.Image.open(io.BytesIO(images.read(other).data))
+        assert (seen.mode, seen.format) == ("RGB", "PNG")
+        np.testing.assert_array_equal(np.asarray(seen), np.asarray(other.convert("RGB")))
+
+
+@pytest.mark.parametrize("size", [(37, 52), (200, 30), (8, 9), (64, 64)])
+def test_patches_and_their_count_are_those_of_the_processor(folder, size):
+    processor, picture = images.load(folder), PIL.Image.fromarray(pixels(*size))
+    image, wanted = images.read(picture), AutoImageProcessor.from_pretrained(folder)(images=[picture])
+    made = processor.media(image)
+    np.testing.assert_allclose(made.patches, wanted["pixel_values"], atol=1e-6)
+    assert made.grid == tuple(np.asarray(wanted["image_grid_thw"])[0])
+    assert processor.count(image) == np.prod(made.grid) // 4
+    expanded = processor.expanded([1, IMAGE, 2, IMAGE], [image, image])
+    assert expanded == [1, *[IMAGE] * processor.count(image), 2, *[IMAGE] * processor.count(image)]
+
+
+def test_errors_say_what_is_wrong(folder, tmp_path):
+    data = encoded(PIL.Image.fromarray(pixels()))
+    processor = images.load(folder)
+    for source, words in [
+        (b"text", "are no image"), (data[:300], "damaged"), ("http://127.0.0.1/a.png", "not fetched"),
+        ("data:image/png,abc", "base64"), ("data:image/png;base64,a", "base64"), (tmp_path / "none", "cannot be read"),
+        (3, "int"), ({"bytes": None}, "NoneType"), (b"", "are no image"),
+        (encoded(PIL.Image.new("1", (1 << 13, 9000))), "smaller"),
+        (encoded(PIL.Image.new("1", (1 << 14, 12000))), "bomb"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            images.read(source)
+    with pytest.raises(ValueError, match="got 1 for 2"):
+        processor.expanded([IMAGE], [Image(data), Image(data)])
+    with pytest.raises(ValueError, match="refuses 600 x 2 pixels"):
+        processor.count(images.read(PIL.Image.fromarray(pixels(600, 2))))
+    with pytest.raises(ValueError, match="preprocessor_config.json"):
+        images.load(tmp_path)
