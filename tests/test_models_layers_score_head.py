@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from areax import models
 from areax.adapters import cli, hf, safetensors
 from areax.core import packing
+from areax.models import lora
 from areax.parallel import batches, mesh, rules
 from areax.rollout.engine import checkpoint
 from areax.rollout.types import supervised
@@ -333,6 +334,20 @@ def test_a_value_is_the_score_of_the_only_label():
             with pytest.raises(ValueError, match="value: needs a score head of one label, got 2; classify gives"):
                 models.value(params, batch(), config=one)
             assert models.score(params, batch(), config=one).value_BT is None
+
+
+def test_scores_over_adapters_are_those_of_the_merged_model():
+    config = models.config_from_hf({**tiny.HF, "vocab_size": V})
+    config = replace(config, score_head=models.ScoreHead(3, bias=True))
+    table, spec = models.table(config), lora.Lora(rank=4)
+    params, adapters = tiny.weights(table, 0.2), tiny.weights(lora.table(table, spec), 0.2, seed=1)
+    none = np.zeros((2, 16, 3), np.float32)
+    got, wanted, plain = (
+        ours(each, batch(), none, config)[0]
+        for each in (lora.join(params, adapters, spec), lora.merge(params, adapters, spec), params)
+    )
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert np.abs(got - plain).max() > 0.1
 
 
 def test_a_head_with_a_hidden_layer_needs_an_architecture():
