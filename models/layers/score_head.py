@@ -78,7 +78,7 @@ def found(tensors: Mapping[str, Any]) -> ScoreHead | None:
     stem = "score.2" if hidden else next((s for s in ("score", "v_head.summary") if f"{s}.weight" in tensors), None)
     if stem is None:
         return None
-    return ScoreHead(max(1, *tensors[f"{stem}.weight"].shape[:1]), f"{stem}.bias" in tensors, hidden)
+    return ScoreHead(max((1, *tensors[f"{stem}.weight"].shape[:1])), f"{stem}.bias" in tensors, hidden)
 
 
 def params(head: ScoreHead, std: float) -> tuple[dict[str, Param], dict[str, int]]:
