@@ -232,9 +232,9 @@ def test_a_model_of_text_refuses_images(tokens, processor):
         with pytest.raises(ValueError, match="this model reads no images"):
             template.prompt(tokens, row)
     with pytest.raises(ValueError, match="an answer must have no image token"):
-        chat_sft.demonstration(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "last", processor)
+        chat_sft.sample(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "last", processor)
     with pytest.raises(ValueError, match="an answer must have no image token"):
-        chat_sft.demonstration(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "all", processor)
+        chat_sft.sample(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "all", processor)
 
 
 def test_logs_have_hashes_instead_of_images():

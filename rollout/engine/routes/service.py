@@ -122,7 +122,7 @@ class Service:
             if layers != self.engine.config.layers:
                 problem = f"num_hidden_layers {fields.shown(layers)} instead of {self.engine.config.layers}"
                 raise ValueError(f"{path}: must contain the model that is served, but has {problem}")
-        self._same_model(hf.read_config(path), path, but=("source", "rest", "prefix", "value_head"))
+        self._same_model(hf.read_config(path), path, but=("source", "rest", "prefix", "score_head"))
 
     def _same_model(self, config, path: str, but: Sequence[str] = ("source", "rest")) -> None:
         ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
