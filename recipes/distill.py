@@ -79,13 +79,17 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
         made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
-    prompts, heldout = offline.read(config, samples, quiet, given=given)
+    config, prompts, heldout = offline.read(config, samples, quiet, given=given)
     if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
-    settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    if config.teachers and config.vision != "auto":
+        raise ValueError("distill: --teachers, servers, get no images, and rows have some; take --teacher, a directory")
+    settings, params = common.open_model(
+        config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
+    )
     run = learner.computed(config.run)
-    local = common.open_teacher(config.teacher, tokens, run, mesh) if config.teacher else None
+    local = common.open_teacher(config.teacher, tokens, run, mesh, settings.vision) if config.teacher else None
     score = functools.partial(
         teacher.score, objective=config.objective, config=settings, teacher_config=local and local[0],
         run=run,

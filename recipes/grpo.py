@@ -203,7 +203,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
         "publish": lambda root, v: hf.write_published(
-            root, v, policy.settings, learner.weights(policy), tokenizer=tokens
+            root, v, policy.written, learner.weights(policy), tokenizer=tokens
         ),
         "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
         "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),

@@ -57,11 +57,13 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     sample = offline.demonstrations(tokens, config.learn)
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
-    prompts, heldout = offline.read(config, samples, quiet, given=given)
+    config, prompts, heldout = offline.read(config, samples, quiet, given=given)
     if (summary := resume.finished("sft", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
-    settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    settings, params = common.open_model(
+        config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
+    )
     run = learner.computed(config.run)
     score = functools.partial(models.score, config=settings, run=run)
     own = learner.make(
