@@ -5,15 +5,17 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 import vlm
 
-from areax.adapters import hf, safetensors
+from areax.adapters import hf, peft, safetensors
 from areax.adapters.data import images as readers
-from areax.core import losses, optim, packing
+from areax.core import kl, losses, optim, packing
+from areax.models.lora import Lora
 from areax.recipes.shared import images, learner, rl_options, trainer
 from areax.rollout.types import Image, Sample
 
@@ -131,3 +133,36 @@ def test_a_drawn_image_token_is_text_and_not_learnt(place):
     others = np.arange(len(got)) != drawn
     wanted = logp(place, np.where(others, made[0][1].tokens, COPY), made[0][1].images)
     np.testing.assert_allclose(got[others], wanted[others], atol=1e-4)
+
+
+def test_adapters_train_over_a_tower_that_stays(place, tmp_path):
+    state = built(place, lora=Lora(rank=2, alpha=4.0), objective=losses.GRPO(kl=kl.KL(coef=0.1)))
+    report = trainer.train_on_batch(state, groups(place))
+    assert report["max_logp_diff"] <= 1e-4 and abs(report["kl"]) < 1e-6  # the reference sees the images, too
+    trainer.train_on_batch(state, groups(place))
+    names = moved(place, state.policy, tmp_path / "out")
+    assert names and not any(name.startswith("model.visual.") for name in names)
+    peft.save(tmp_path / "adapter", state.policy.settings, state.policy.state.params, state.policy.adapters)
+    keys = safetensors.read(tmp_path / "adapter" / peft.WEIGHTS)
+    assert keys and all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
+
+
+@pytest.mark.parametrize("how", ["frozen", "trained"])
+def test_a_critic_reads_images(place, how):
+    """Its values are logits of transformers if its head is a row of the output head."""
+    state = built(place, vision=how, objective=losses.PPO())
+    critic, made = state.critic, groups(place)[0]
+    assert ("vision" in critic.state.params) == (how == "trained")
+    head = critic.state.params | {"score": jnp.asarray(place[1].lm_head.weight[10:11].detach().numpy())}
+    critic.state = replace(critic.state, params=head)
+    [batch] = images.attach(state.reading, [packing.pack(made, 64, rows=2)], [images.of(made)])
+    with jax.set_mesh(state.mesh):
+        value_MBT = np.asarray(learner.scored(critic, batch).value_BT)
+    [m, b, j] = np.argwhere(np.asarray(batch.sample_BJ) == 1)[0]
+    media = [state.reading.processor.media(image) for image in made[1].images]
+    with torch.no_grad():
+        wanted = vlm.logits(place[1], made[1].tokens, media)[:, 10].numpy()
+    np.testing.assert_allclose(value_MBT[m, b][batch.segment_BT[m, b] == j + 1], wanted, atol=1e-4)
+    report = trainer.train_on_batch(state, groups(place))
+    assert report["skipped"] == 0 and report["critic_loss"] > 0
+    assert not np.array_equal(head["score"], critic.state.params["score"])
