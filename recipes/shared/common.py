@@ -26,7 +26,7 @@ from areax.core.balance import Balance
 from areax.models.vision import Tower
 from areax.parallel import mesh, rules
 from areax.recipes.shared import terminal
-from areax.recipes.shared.images import Vision
+from areax.recipes.shared.vision import Vision
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys, memory
@@ -80,7 +80,7 @@ def open_model(
 
     Args:
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
-      vision: as `images.decided` gives it; "auto" = without the vision tower, if the model has one.
+      vision: as `vision.decided` gives it; "auto" = without the vision tower, if the model has one.
 
     Raises:
       ValueError: the model has no vision tower to load, or weights are random.

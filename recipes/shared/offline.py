@@ -25,7 +25,6 @@ from areax.parallel.multihost import processes
 from areax.recipes.shared import (
     common,
     ending,
-    images,
     learner,
     many_rows,
     microbatch,
@@ -35,6 +34,7 @@ from areax.recipes.shared import (
     rows,
     sources,
     terminal,
+    vision,
 )
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.mixture import Mixture
@@ -131,7 +131,7 @@ def read(
         config.heldout, config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet
     ) if config.heldout else []  # fmt: skip
     processes.same("options and rows", config, sources.sampled(train), sources.some(heldout))
-    return replace(config, vision=images.decided(config.vision, seen)), train, heldout
+    return replace(config, vision=vision.decided(config.vision, seen)), train, heldout
 
 
 def completion(recipe: str, row: dict) -> str:
@@ -170,12 +170,12 @@ def fit(
     """
     out = Path(config.out)
     size = 0  # rows of a microbatch, once samples are there
-    reading = images.reader(config.model, own.settings, learner.computed(config.run).dtype, mesh)
+    reading = vision.reader(config.model, own.settings, learner.computed(config.run).dtype, mesh)
 
     def pack(made: Sequence[Sample]) -> Batch:
         nonlocal size
         size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
-        [batch] = images.attach(reading, [packing.pack(made, config.length, rows=size)], [images.of(made)])
+        [batch] = vision.attach(reading, [packing.pack(made, config.length, rows=size)], [vision.of(made)])
         return batch
 
     said = terminal.Terminal(kind)

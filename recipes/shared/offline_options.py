@@ -12,9 +12,9 @@ from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import profiling, ranges
-from areax.recipes.shared.images import Vision
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
+from areax.recipes.shared.vision import Vision
 
 
 @dataclass(frozen=True)

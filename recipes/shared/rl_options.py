@@ -17,9 +17,9 @@ from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
-from areax.recipes.shared.images import Vision
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
+from areax.recipes.shared.vision import Vision
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
 from areax.rollout.scheduling.curriculum import Curriculum

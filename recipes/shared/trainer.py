@@ -17,7 +17,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, images, learner, microbatch, terminal
+from areax.recipes.shared import common, describe, learner, microbatch, terminal, vision
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -50,7 +50,7 @@ class Trainer:
     mesh: jax.sharding.Mesh
     policy: Learner
     rows: int
-    reading: images.Reader | None = None
+    reading: vision.Reader | None = None
     critic: Learner | None = None
     shuffle_seed: int | None = None
     reference: FrozenModel | None = None
@@ -98,7 +98,7 @@ def build(
         dtype=run.dtype, balance=options.balance, adapters=options.lora, frozen=frozen,
         plain=lambda params, batch, *_: score(params, batch), seed=seed,
     )  # fmt: skip
-    reading = images.reader(model, settings, run.dtype, mesh)
+    reading = vision.reader(model, settings, run.dtype, mesh)
     trainer = Trainer(
         options, mesh, policy, rows, reading, critic, shuffle_seed=seed if shuffle_rewards else None,
         teacher=teacher if options.objective.advantage.teacher else None,
@@ -198,7 +198,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
         groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
     size = len(groups) // options.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
-    cleaned = [images.without_drawn(part, trainer.reading) for part in samples]
+    cleaned = [vision.without_drawn(part, trainer.reading) for part in samples]
     samples, drawn = [part for part, _ in cleaned], sum(count for _, count in cleaned)
     needs = options.objective.advantage.needs
     scalars = {**trainer.control}
@@ -207,7 +207,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     learnt = None
     while learnt is None:
         batches = [packing.pack(part, options.length, rows=trainer.rows, components=needs) for part in samples]
-        learnt = (run or functools.partial(train_packed, trainer))(batches, scalars, [*map(images.of, samples)])
+        learnt = (run or functools.partial(train_packed, trainer))(batches, scalars, [*map(vision.of, samples)])
     report, scored = learnt
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
@@ -227,7 +227,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
 
 
 def train_packed(
-    trainer: Trainer, batches: list[Batch], scalars: dict[str, float], seen: Sequence[images.Images] = ()
+    trainer: Trainer, batches: list[Batch], scalars: dict[str, float], seen: Sequence[vision.Images] = ()
 ) -> tuple[dict, list] | None:
     """The part of `train_on_batch` that every process of a job runs, with the same arrays; returns as `learn`.
 
@@ -236,7 +236,7 @@ def train_packed(
       scalars: values for `Batch.scalars`.
       seen: the images of the samples of each batch; () = none. Each process makes the tower's arrays of them by itself.
     """
-    batches = images.attach(trainer.reading, batches, seen or [()] * len(batches))
+    batches = vision.attach(trainer.reading, batches, seen or [()] * len(batches))
     if scalars:
         batches = [batch.with_scalars(**scalars) for batch in batches]
     with jax.set_mesh(trainer.mesh):

@@ -18,7 +18,7 @@ from areax.adapters.data.images import Processor
 from areax.adapters.runtime import hub
 from areax.core.batch import Batch
 from areax.core.packing import bucket
-from areax.models import vision
+from areax.models import vision as towers
 from areax.models.vision import Media, Tower
 from areax.rollout.types import Image, Sample
 
@@ -47,7 +47,7 @@ def processor(model: str) -> Processor | None:
     if not all((folder / name).is_file() for name in ("config.json", images.FILE)):
         return None
     kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
-    return images.load(folder) if kind in vision.TOWERS else None
+    return images.load(folder) if kind in towers.TOWERS else None
 
 
 def decided(wanted: Vision, seen: bool) -> Vision:
@@ -99,7 +99,7 @@ def attach(reading: Reader | None, batches: Sequence[Batch], seen: Sequence[Imag
     longest = max(batch.token_BT.shape[-1] for batch in batches)
     patches = unit * min(parts * bucket(max(1, -(-most // parts))), longest)
     return [
-        vision.attach(batch, own, reading.tower, patches, reading.dtype)
+        towers.attach(batch, own, reading.tower, patches, reading.dtype)
         for batch, own in zip(batches, media, strict=True)
     ]
 
@@ -120,7 +120,7 @@ def without_drawn(samples: Sequence[Sample], reading: Reader | None) -> tuple[li
         return [*samples], 0
     made, count = [], 0
     for sample in samples:
-        drawn = vision.standing(sample.tokens, reading.tower) & (sample.version >= 0)
+        drawn = towers.standing(sample.tokens, reading.tower) & (sample.version >= 0)
         count += int(drawn.sum())
         made.append(dataclasses.replace(sample, mask=sample.mask & ~drawn) if drawn.any() else sample)
     return made, count

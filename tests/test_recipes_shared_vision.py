@@ -16,7 +16,7 @@ from areax.adapters import hf, peft, safetensors
 from areax.adapters.data import images as readers
 from areax.core import kl, losses, optim, packing
 from areax.models.lora import Lora
-from areax.recipes.shared import images, learner, rl_options, trainer
+from areax.recipes.shared import learner, rl_options, trainer, vision
 from areax.rollout.types import Image, Sample
 
 NAME, COPY = "qwen3_vl", 61  # a token with the embedding of the one that stands for an image
@@ -120,11 +120,11 @@ def test_a_drawn_image_token_is_text_and_not_learnt(place):
     state = built(place)
     report = trainer.train_on_batch(state, made)
     assert report["image_tokens_drawn"] == 2 and report["max_logp_diff"] > 1e-2  # of the tokens themselves
-    cleaned, count = images.without_drawn(made[0], state.reading)
+    cleaned, count = vision.without_drawn(made[0], state.reading)
     drawn = np.flatnonzero(made[0][1].mask)[2]
     assert count == 1 and cleaned[0] is made[0][0] and cleaned[1].mask.sum() == 4 and not cleaned[1].mask[drawn]
     batch = packing.pack(cleaned, 64, rows=2)
-    [batch] = images.attach(state.reading, [batch], [images.of(cleaned)])
+    [batch] = vision.attach(state.reading, [batch], [vision.of(cleaned)])
     [b] = np.flatnonzero((np.asarray(batch.sample_BJ[0]) == 1).any(-1))
     assert batch.input["feature"][0, b, drawn] == -1 and len(set(batch.input["axis_position"][0, b, drawn])) == 1
     with jax.set_mesh(state.mesh):
@@ -155,7 +155,7 @@ def test_a_critic_reads_images(place, how):
     assert ("vision" in critic.state.params) == (how == "trained")
     head = critic.state.params | {"score": jnp.asarray(place[1].lm_head.weight[10:11].detach().numpy())}
     critic.state = replace(critic.state, params=head)
-    [batch] = images.attach(state.reading, [packing.pack(made, 64, rows=2)], [images.of(made)])
+    [batch] = vision.attach(state.reading, [packing.pack(made, 64, rows=2)], [vision.of(made)])
     with jax.set_mesh(state.mesh):
         value_MBT = np.asarray(learner.scored(critic, batch).value_BT)
     [m, b, j] = np.argwhere(np.asarray(batch.sample_BJ) == 1)[0]
