@@ -90,14 +90,17 @@ def open_model(
         check_weights(path)
         with terminal.loading(path):
             config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto")
-        if vision == "frozen":
-            config = replace(config, vision=replace(config.vision, trained=False))
-        return config, params
+        return with_tower(config, vision), params
     if vision != "auto":
         raise ValueError("--init random draws the text model alone, which reads no images; train from a checkpoint")
     config = models.text_only(hf.read_config(hub.folder(path)))  # nothing draws a wrapper's other parts
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
+
+
+def with_tower(config, vision: Vision):
+    """The Config of a model that was loaded with its tower unless that is "auto", with the tower frozen or not."""
+    return replace(config, vision=replace(config.vision, trained=vision == "trained")) if config.vision else config
 
 
 def check_weights(path: str) -> None:

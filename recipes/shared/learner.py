@@ -24,7 +24,7 @@ class Learner:
 
     Attributes:
       settings: the model's Config.
-      written: that of what is written of the model: a frozen tower is not, exports copy it from its checkpoint.
+      written: that of what is written of it, `written(settings)`.
       objective: the objective without load-balancing terms, which `prepare` and `step` include.
       state: training state of the trainable weights: all of them, or the adapters.
       tower: the weights of a frozen vision tower; () without one.
@@ -68,8 +68,8 @@ def make(
       ValueError: PEFT's format has no adapters of these targets.
     """
     adapters = adapters if adapters and adapters.rank else None
-    written, params, tower = _apart(settings, params)
-    table, frozen = models.table(written), (*tower, *frozen)
+    kept, (params, tower) = written(settings), _apart(settings, params)
+    table, frozen = models.table(kept), (*tower, *frozen)
     if tower:
         score = over_tower(score)
         plain = over_tower(plain) if plain else None
@@ -95,19 +95,24 @@ def make(
             score, whole, optimizer, shardings, adjust=adjust(balance), sums=optim.sums(table, spec)
         )
     return Learner(
-        settings, written, objective, adapters, state, tower, frozen, score, step.make_scores(plain or score),
+        settings, kept, objective, adapters, state, tower, frozen, score, step.make_scores(plain or score),
         jax.jit(whole.prepare), update, whole.needs_scores,
     )  # fmt: skip
 
 
-def _apart(settings, params) -> tuple[Any, dict, tuple]:
-    """(Config, weights, tower) with a frozen tower apart from what trains: as of the text model, whose exports copy the
-    tower from the checkpoint, bit by bit."""
+def written(settings):
+    """The Config of what a run writes of a model: without a frozen vision tower, which exports copy bit by bit from the
+    checkpoint that the Config was loaded from."""
     if settings.vision is None or settings.vision.trained:
-        return settings, params, ()
-    rest = settings.rest and hf.loaded_config(settings.rest.folder).rest
-    others = {name: x for name, x in params.items() if name != "vision"}
-    return replace(settings, vision=None, rest=rest), others, (params["vision"],)
+        return settings
+    return replace(settings, vision=None, rest=settings.rest and hf.loaded_config(settings.rest.folder).rest)
+
+
+def _apart(settings, params) -> tuple[dict, tuple]:
+    """(weights, tower): a frozen tower apart from the weights of `written`."""
+    if settings.vision is None or settings.vision.trained:
+        return params, ()
+    return {name: x for name, x in params.items() if name != "vision"}, (params["vision"],)
 
 
 def over_tower(score: Callable) -> Callable:
@@ -135,7 +140,7 @@ def reference(own: Learner, params, score: Callable, dtype: str | None) -> tuple
         base = step.make_scores(over_tower(score) if own.tower else score)
         return own.frozen[0], lambda weights, batch: base(weights, batch, *own.tower)
     narrow = lambda leaf, x: jnp.array(x, dtype or x.dtype if optim.copied(leaf) else x.dtype, copy=True)
-    copied = param.tree_map(narrow, models.table(own.written), _apart(own.settings, params)[1])
+    copied = param.tree_map(narrow, models.table(own.written), _apart(own.settings, params)[0])
     return copied, lambda weights, batch: own.scores(weights, batch, *own.frozen)
 
 

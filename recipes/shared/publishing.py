@@ -102,7 +102,7 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
     if sync.policy:
         [server] = fleet.servers
         assert server.prepare
-        label, weights = in_memory(sync.policy.settings, v, learner.whole(sync.policy))
+        label, weights = in_memory(sync.settings, v, learner.weights(sync.policy))  # a frozen tower is there
         arrays = server.prepare(label, weights)
         return functools.partial(push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe())
     root, write = sync.root, sync.write
