@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from areax.adapters.data import images
 from areax.core import losses
 from areax.models import frozen as teacher
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
@@ -73,7 +74,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     asyncio.run(client.check_keys(itertools.chain(*served.named(config.teachers).values()), key_variable=served.KEY))
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    sample = offline.sampler(tokens)
+    sample = offline.sampler(tokens, images.of_model(config.model))
 
     def samples(rows: list[dict]) -> list[Sample]:
         made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]

@@ -15,6 +15,7 @@ import jax
 
 from areax import models
 from areax.adapters import hf
+from areax.adapters.data import images
 from areax.adapters.runtime import hub
 from areax.core import losses, preference
 from areax.core.optim import Optimizer
@@ -82,7 +83,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    samples = functools.partial(pairs, offline.sampler(tokens), plain)
+    samples = functools.partial(pairs, offline.sampler(tokens, images.of_model(config.model)), plain)
     config, prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
     if (summary := resume.finished("preference", config, None if quiet else prompts)) is not None:
         return summary

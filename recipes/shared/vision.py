@@ -2,24 +2,23 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from areax.adapters.data import images
 from areax.adapters.data.images import Processor
-from areax.adapters.runtime import hub
 from areax.core.batch import Batch
 from areax.core.packing import bucket
 from areax.models import vision as towers
 from areax.models.vision import Media, Tower
+from areax.recipes.shared.rows import Check
+from areax.rollout.chat import images as chat_images
 from areax.rollout.types import Image, Sample
 
 Vision = Literal["auto", "frozen", "trained"]
@@ -41,13 +40,15 @@ class Reader:
     parts: int = 1
 
 
-def processor(model: str) -> Processor | None:
-    """The image processor of a model whose vision tower can be loaded; None of other models."""
-    folder = Path(hub.folder(model, needs=("config.json",)))
-    if not all((folder / name).is_file() for name in ("config.json", images.FILE)):
-        return None
-    kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
-    return images.load(folder) if kind in towers.TOWERS else None
+class Noticed:
+    """A check of rows that also notices whether any of them has images."""
+
+    def __init__(self, check: Check):
+        self._check, self.images = check, False
+
+    def __call__(self, row: dict) -> str | None:
+        self.images = self.images or chat_images.of_row(row)
+        return self._check(row)
 
 
 def decided(wanted: Vision, seen: bool) -> Vision:
