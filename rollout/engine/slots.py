@@ -96,13 +96,16 @@ class Slots:
         """Prepares weights for `swap`, next to the ones in use.
 
         Args:
-          params: "mtp", the layer for multi-token prediction, may be missing; it is ignored unless it makes the drafts.
+          params: "mtp", the layer for multi-token prediction, and "vision", the vision tower, may be missing later on;
+            they are ignored unless drafts are made by the one, and images read by the other.
 
         Raises:
           ValueError: they do not match the config, or the dtype of the first ones.
         """
-        params = {name: w for name, w in params.items() if name != "mtp" or self.predicts}
+        params = {name: w for name, w in params.items() if name in self.device.parts or name not in ("mtp", "vision")}
         expected = param.abstract(models.table(self.config), self._dtype)
+        if "vision" not in params and self.device.has("vision"):
+            del expected["vision"]
         if "mtp" in params:
             expected["mtp"] = param.abstract(mtp.table(self.config), self._dtype)
         shapes = lambda tree: {
@@ -267,6 +270,7 @@ class Slots:
             "adapter": live.adapter.index if live.adapter else 0,
             "grammar": int(live.matcher is not None),
             "penalised": int(sampling.penalised),
+            "shift": live.images.shift if live.images else 0,
         }
         row.view(np.uint32)[: len(INTEGERS)] = [values[name] & 0xFFFFFFFF for name in INTEGERS]
         row.view(np.float32)[len(INTEGERS) : len(COLUMNS)] = [getattr(sampling, name) for name in REALS]
