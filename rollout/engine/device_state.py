@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ... import models
+from ...core.param import Table
 from ...models import mtp, paging, vision
 from ...models.paging import Kind
 from ...parallel import transfer, turns
@@ -121,10 +121,10 @@ class DeviceState:
 
     # Weights and adapters.
 
-    def stage(self, params) -> Any:
+    def stage(self, params, table: Table) -> Any:
         """Copies weights to the devices, next to the ones in use; any thread may call it, in each process by itself."""
         with contextlib.nullcontext() if self.several else jax.set_mesh(self.mesh):
-            made = staging.stage(params, models.table(self._config), self.mesh)
+            made = staging.stage(params, table, self.mesh)
             if "mtp" in params:
                 [made["mtp"]] = staging.layers(params["mtp"], mtp.table(self._config), self.mesh)
             if "vision" in params:

@@ -69,6 +69,15 @@ class Pictures:
         patches["order"][:count] = made["feature"][0]
         return Picture(image.hash, count, media.grid, patches)
 
+    def expanded(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[int, ...]:
+        """Tokens with the image token as often as each image has features, where they have it once for each image, as
+        chat templates write it; others as they are."""
+        token = self._tower.image
+        if not images or sum(each == token for each in tokens) != len(images):
+            return tuple(tokens)
+        counts = iter([self.picture(image).count for image in images])
+        return tuple(each for one in tokens for each in ([token] * next(counts) if one == token else [one]))
+
     def placed(self, tokens: Sequence[int], images: Sequence[Image]) -> Placement:
         """Where the images of a prompt stand in it.
 
@@ -97,7 +106,7 @@ class Pictures:
             found = ", ".join(str(end - begin) for begin, end in runs) or "none"
             raise ValueError(
                 f"images: image {len(starts) + 1} of {len(pictures)} needs {missing.count} tokens {token} in a row, "
-                f"one for each feature, got runs of {found:.80}"
+                f"one for each feature, or each image a single one, got runs of {found:.80}"
             )
         if starts[-1] + pictures[-1].count == len(tokens):
             raise ValueError(f"images: a prompt must not end with an image, got token {token} as its last one")

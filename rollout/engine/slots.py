@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import mtp, paging
+from ...models import mtp, paging, vision
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
@@ -103,9 +103,12 @@ class Slots:
           ValueError: they do not match the config, or the dtype of the first ones.
         """
         params = {name: w for name, w in params.items() if name in self.device.parts or name not in ("mtp", "vision")}
-        expected = param.abstract(models.table(self.config), self._dtype)
+        table = models.table(self.config)
         if "vision" not in params and self.device.has("vision"):
-            del expected["vision"]
+            text = models.table(vision.without_vision(self.config))
+            alike = len(params["stacks"]) == len(table.stacks)  # the tower was left out, or never loaded
+            table = dataclasses.replace(table, inner={}) if alike else text
+        expected = param.abstract(table, self._dtype)
         if "mtp" in params:
             expected["mtp"] = param.abstract(mtp.table(self.config), self._dtype)
         shapes = lambda tree: {
@@ -118,7 +121,7 @@ class Slots:
                 raise ValueError(
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
-        return self.device.stage(params)
+        return self.device.stage(params, table)
 
     def swap(self, weights) -> None:
         """Takes weights from `stage` into use; other processes take what they have staged."""
