@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from areax.adapters import hf, orbax, tokenizer
+from areax.adapters import hf, orbax
 from areax.adapters.data import chat_sft
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import progress, run_dir, sinks
@@ -35,35 +35,52 @@ from areax.recipes.shared import (
     terminal,
 )
 from areax.recipes.shared.learner import Learner, train_step
+from areax.rollout.chat import images
 from areax.rollout.scheduling.mixture import Mixture
-from areax.rollout.types import Sample, demonstration, supervised
+from areax.rollout.types import Sample
 
 
-def demonstrations(tokens, learn: chat_sft.Learn) -> Callable[[dict], Sample]:
-    """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once."""
+def demonstrations(
+    tokens, learn: chat_sft.Learn, processor: images.Processor | None = None
+) -> Callable[[dict], Sample]:
+    """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once, except those
+    with images, which are read each time.
+
+    Args:
+      processor: of a model that reads images; None = rows with images are refused.
+    """
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(row: str) -> Sample:
-        return demonstration(*chat_sft.demonstration(tokens, json.loads(row), learn))
+        return chat_sft.demonstration(tokens, json.loads(row), learn, processor)
 
     def made(row: dict) -> Sample:
         if row.get("completion") is None and not row.get("messages"):
             raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
+        if images.of_row(row):
+            return chat_sft.demonstration(tokens, row, learn, processor)
         return sample(json.dumps({name: row[name] for name in ("messages", "prompt", "completion") if name in row}))
 
     return made
 
 
-def sampler(tokens) -> Callable[[dict, str], Sample]:
+def sampler(tokens, processor: images.Processor | None = None) -> Callable[[dict, str], Sample]:
     """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt; repeated texts are
-    tokenised once."""
+    tokenised once; `processor` as in `demonstrations`."""
+
+    def fresh(asked: dict, completion: str) -> Sample:
+        return chat_sft.demonstration(tokens, {**asked, "completion": completion}, processor=processor)
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(prompt: str, completion: str) -> Sample:
-        return supervised(*tokenizer.supervised(tokens, {**json.loads(prompt), "completion": completion}))
+        return fresh(json.loads(prompt), completion)
 
-    asked = lambda row: {name: row[name] for name in ("messages", "prompt") if row.get(name) not in (None, [])}
-    return lambda row, completion: sample(json.dumps(asked(row)), completion)
+    def made(row: dict, completion: str) -> Sample:
+        fields = ("messages", "prompt", *(images.FIELDS if images.of_row(row) else ()))
+        asked = {name: row[name] for name in fields if row.get(name) not in (None, [])}
+        return fresh(asked, completion) if images.of_row(row) else sample(json.dumps(asked), completion)
+
+    return made
 
 
 def run(train: Callable, config) -> dict:
