@@ -110,9 +110,8 @@ class Prompts:
         """Drops those that no prompt here needs any more."""
         if self._encoded:
             left = ((live, live.images) for live in self.entering)
-            self.forget_features(
-                {one.hash for live, own in left if own for _, one in own.within(live.done, live.length)}
-            )
+            needed = {one.hash for live, own in left if own for _, one in own.within(live.done, live.length)}
+            self.forget_features(but=needed)
 
     def advance(self, budget: int) -> Iterator[Live]:
         """Computes chunks until `budget` tokens are spent, nothing is left, or memory is short; yields each request
