@@ -375,3 +375,16 @@ def test_patches_of_an_image_are_computed_once_at_a_time():
     with ThreadPoolExecutor(8) as pool:
         found = [*pool.map(pictures.picture, [Image(WIDE.data) for _ in range(8)])]
     assert len(set(found)) == slow.count == 1
+
+
+def test_patches_beyond_the_memory_for_them_are_made_again(monkeypatch):
+    tokens, images = prompt(0, 3, WIDE, 2, SMALL, 4)
+    with engine_of("qwen3_vl") as engine:
+        [wanted] = engine.generate([ask(0, tokens, images)])
+        kept = [picture.kept for picture in map(engine.pictures.picture, images)]
+        monkeypatch.setattr("areax.rollout.engine.pictures.KEPT", kept[0])
+        assert engine.flush()
+        held = [*map(engine.pictures.picture, images)]
+        assert [picture.kept for picture in held] == [kept[0], 0]
+        assert same(engine.generate([ask(0, tokens, images)])[0], wanted)
+        assert [picture.kept for picture in held] == [0, 0]

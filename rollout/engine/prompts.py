@@ -322,7 +322,7 @@ class Prompts:
             position_RT3[i, : chunk.end - chunk.start] = chunk.live.images.positions(chunk.start, chunk.end)
             for at, picture in chunk.live.images.within(chunk.start, chunk.end):
                 if picture.hash not in self._encoded:
-                    self._device.run("encode", picture.hash, picture.patches)
+                    self._device.run("encode", picture.hash, picture.take())
                     self._encoded.add(picture.hash)
                 first, end = max(at, chunk.start), min(at + picture.count, chunk.end)
                 of = slice(first - chunk.start, end - chunk.start)
