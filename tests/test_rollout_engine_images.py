@@ -361,6 +361,17 @@ def test_bad_images_are_refused_in_one_line():
         assert engine.generate([ask(0, tokens, more=3)])[0].tokens
 
 
+def test_prompts_are_expanded_as_chat_templates_write_them():
+    pictures = Pictures(Processor(), model("qwen3_vl")[0].vision)
+    whole, images = prompt(0, 3, SMALL, 2, SMALL, 4)
+    one, six = [vlm.IMAGE], [vlm.IMAGE] * 6
+    short = (*whole[:4], *one, *whole[10:14], *one, *whole[20:])
+    assert pictures.expanded(short, images) == pictures.expanded(whole, images) == whole
+    assert pictures.expanded((*short, *one, 5, *one * 3), images) == (*whole, *one, 5, *one * 3)  # sampled
+    assert pictures.expanded((1, *one, *one, 2), images) == (1, *six, *six, 2)
+    assert pictures.expanded((1, *one, 2), images) == (1, *one, 2) and pictures.expanded(short, ()) == short
+
+
 def test_patches_of_an_image_are_computed_once_at_a_time():
     class Slow(Processor):
         count = 0

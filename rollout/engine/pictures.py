@@ -85,12 +85,15 @@ class Pictures:
 
     def expanded(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[int, ...]:
         """Tokens with the image token as often as each image has features, where they have it once for each image, as
-        chat templates write it; others as they are."""
-        token = self._tower.image
-        if not images or sum(each == token for each in tokens) != len(images):
+        chat templates write it; others as they are. Behind those of the images there may be more, which were sampled.
+        """
+        runs = _runs(tokens, self._tower.image)
+        starts = [at for start, end in runs for at in range(start, end)]
+        apart = len(runs) >= len(images) and all(end - start == 1 for start, end in runs[: len(images)])
+        if not images or not (apart or len(starts) == len(images)):
             return tuple(tokens)
-        counts = iter([self.picture(image).count for image in images])
-        return tuple(each for one in tokens for each in ([token] * next(counts) if one == token else [one]))
+        counts = dict(zip(starts, (self.picture(image).count for image in images), strict=False))
+        return tuple(each for i, one in enumerate(tokens) for each in [one] * counts.get(i, 1))
 
     def placed(self, tokens: Sequence[int], images: Sequence[Image]) -> Placement:
         """Where the images of a prompt stand in it.
