@@ -177,6 +177,14 @@ def test_a_cached_prefix_is_that_of_the_same_image(alone):
         assert unused(engine)
 
 
+def test_pages_of_another_size_give_the_same_tokens():
+    name = "qwen3_vl"
+    with engine_of(name) as small, engine_of(name, page=32) as large:
+        for a, b in zip(small.generate(requests(name)), large.generate(requests(name)), strict=True):
+            assert a.tokens == b.tokens
+            np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
+
+
 def test_random_aborts_lose_no_page_and_no_features():
     rng, ended = np.random.default_rng(0), threading.Semaphore(0)
     many = [dataclasses.replace(one, rid=f"{turn} {one.rid}") for turn in range(3) for one in requests("qwen3_vl")]
@@ -318,7 +326,10 @@ def test_adapters_read_images():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name, split", [("qwen2_5_vl", EngineMesh(tp=2)), ("qwen3_5", EngineMesh(tp=2))])
+@pytest.mark.parametrize(
+    "name, split",
+    [("qwen2_5_vl", EngineMesh(tp=2)), ("qwen3_5", EngineMesh(tp=2)), ("qwen3_5_moe", EngineMesh(ep=5))],
+)
 def test_samples_over_devices_are_those_of_one_device(name, split):
     with engine_of(name) as one, engine_of(name, mesh=split) as engine:
         found, wanted = engine.generate(requests(name)), one.generate(requests(name))
@@ -355,6 +366,8 @@ def test_bad_images_are_refused_in_one_line():
                 engine.generate([ask(0, given, seen)])
         assert engine.generate([ask(0, tokens, images, 3)])[0].tokens
     config, params = model("qwen3_vl")
+    with pytest.raises(ValueError, match="tp must divide the heads of the vision tower, 6, got 4"):
+        engine_of("qwen3_vl", mesh=EngineMesh(tp=4))
     with Engine(config, params, **SIZES) as engine:
         with pytest.raises(ValueError, match="this model reads text alone"):
             engine.generate([ask(0, tokens, images)])
