@@ -39,19 +39,19 @@ def read(given: Any, P: int, single: bool, pictures: Pictures | None) -> list[tu
     Raises:
       Refused: it is neither, or the model reads text alone.
     """
-    if given is None or given in ("", []):
+    if not given:
         return [()] * P
-    rule(pictures is not None, NAME, "must be absent: the model that is served reads text alone", given)
     if not isinstance(given, list):
-        return [(_image(given),)] * P
+        return [_of_prompt(given, pictures)] * P
     if single and not (len(given) == 1 and isinstance(given[0], list)):
         given = [given]
     rule(len(given) == P, NAME, f"must be a list for each of {P} prompts", f"{len(given)} entries")
-    return [_of_prompt(one) for one in given]
+    return [_of_prompt(one, pictures) for one in given]
 
 
-def _of_prompt(given: Any) -> tuple[Image, ...]:
-    several = [] if given is None else given if isinstance(given, list) else [given]
+def _of_prompt(given: Any, pictures: Pictures | None) -> tuple[Image, ...]:
+    several = [one for one in (given if isinstance(given, list) else [given]) if one is not None]
+    rule(pictures or not several, NAME, "must be empty: the model that is served reads text alone", several)
     rule(len(several) <= MOST, NAME, f"must have at most {MOST} images for a prompt", len(several))
     return tuple(map(_image, several))
 
