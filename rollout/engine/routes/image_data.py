@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -14,7 +14,7 @@ from ....adapters.data import images
 from ...chat.fields import Refused, rule, shown
 from ...processes import http_limits
 from ...types import Image
-from ..pictures import Pictures
+from ..pictures import Pictures, Placement
 
 NAME = "image_data"
 MOST = 256  # images of a prompt
@@ -47,6 +47,12 @@ def read(given: Any, P: int, single: bool, pictures: Pictures | None) -> list[tu
         given = [given]
     rule(len(given) == P, NAME, f"must be a list for each of {P} prompts", f"{len(given)} entries")
     return [_of_prompt(one, pictures) for one in given]
+
+
+def placed(pictures: Pictures | None, prompt: Sequence[int], seen: Sequence[Image], context: int) -> Placement | None:
+    """Makes patches of the images of a prompt, which the engine then finds; None if there are none, or the prompt is too
+    long, which the engine refuses."""
+    return pictures.placed(prompt, seen) if pictures and seen and len(prompt) <= context else None
 
 
 def _of_prompt(given: Any, pictures: Pictures | None) -> tuple[Image, ...]:
