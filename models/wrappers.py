@@ -18,8 +18,8 @@ IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
 WITH_MTP = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # What the whole states for the text model, too, before that itself, as transformers resolves them.
 SHARED = (
-    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "pad_token_id",
-    "quantization_config", "torch_dtype",
+    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "id2label", "label2id",
+    "num_labels", "pad_token_id", "quantization_config", "torch_dtype",
 )  # fmt: skip
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 

@@ -324,8 +324,8 @@ def test_a_model_of_text_alone_refuses_images():
         traced(params, config)
 
 
-def test_a_model_with_a_tower_has_no_value_head(tmp_path):
+def test_a_model_with_a_tower_has_no_score_head(tmp_path):
     config, params = made("qwen3_vl")
     hf.save(tmp_path, config, params)
-    with pytest.raises(ValueError, match="a model with a value head reads no images"):
+    with pytest.raises(ValueError, match="a model with a score head reads no images"):
         hf.load(tmp_path, init_missing=("score",), vision=True)
