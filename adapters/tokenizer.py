@@ -213,7 +213,8 @@ def stepwise(tokenizer: Any, row: Mapping[str, Any], steps: Sequence[str], marke
     A step and the marker behind it are encoded separately, as in TRL's PRMTrainer, so that the marker's tokens are the
     same after every step.
     """
-    prompt = {name: row[name] for name in ("prompt", "messages") if row.get(name) is not None}
+    fields = "prompt", "messages", *images.FIELDS  # of a row with images, which is refused
+    prompt = {name: row[name] for name in fields if row.get(name) is not None}
     ids, ends, mark = template.prompt(tokenizer, prompt), [], encode(tokenizer, marker)
     for step in steps:
         ids += [*encode(tokenizer, step), *mark]
