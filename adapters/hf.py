@@ -211,10 +211,11 @@ class Deferred:
     dtype: np.dtype
 
 
-def mapped(path: str | os.PathLike, dtype="float32"):
+def mapped(path: str | os.PathLike, dtype="float32", vision: bool = False):
     """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
     mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
+    config = models.with_vision(config) if vision else config
     config, params = mapped_tensors(config, stored, str(path), dtype)
     return passed.loaded(config, path), params, functools.partial(_verified, Path(path), stored)
 
@@ -264,9 +265,12 @@ def _views(tree, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Sequence[
     return jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
-def loaded_config(path: str | os.PathLike, init_missing: Sequence[str] = (), score_head: ScoreHead = SCALAR):
+def loaded_config(
+    path: str | os.PathLike, init_missing: Sequence[str] = (), score_head: ScoreHead = SCALAR, vision: bool = False
+):
     """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
-    config, *_ = _matched(read_config(path), safetensors.read(path), str(path), init_missing, score_head)
+    config = models.with_vision(read_config(path)) if vision else read_config(path)
+    config, *_ = _matched(config, safetensors.read(path), str(path), init_missing, score_head)
     return passed.loaded(config, path)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from areax import models
-from areax.core import losses, preference, step
+from areax.adapters.data import images
+from areax.core import losses, preference
 from areax.core.optim import Optimizer
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, score_head
 from areax.rollout.types import Sample
@@ -80,8 +81,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    samples = functools.partial(pairs, offline.sampler(tokens), plain)
-    prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
+    samples = functools.partial(pairs, offline.sampler(tokens, images.of_model(config.model)), plain)
+    config, prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
     if (summary := resume.finished("preference", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
@@ -94,8 +95,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     )  # fmt: skip
     beside: Callable = lambda batch: batch
     if plain.needs_reference:
-        reference = own.frozen[0] if own.adapters else learner.copy(settings, params, run.dtype)
-        scores = step.make_scores(score) if own.adapters else own.scores
+        reference, scores = learner.reference(own, params, score, run.dtype)
         beside = lambda batch: batch.replace(ref_BT=jax.block_until_ready(scores(reference, batch).logp_BT))
     return offline.fit(
         "preference", config, mesh, own, prompts, heldout, samples=samples, beside=beside, tokens=tokens, began=began,
@@ -145,4 +145,4 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     """(config, weights) to start from; a reward model gets a score head, new if it has none, and no output head."""
     if isinstance(config.objective, losses.RewardModel):
         return score_head.open_model(config, score_head.SCALAR, tokens, mesh)
-    return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision)

@@ -7,6 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from areax.recipes.shared import (
     rows,
     sources,
     terminal,
+    vision,
 )
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.chat import images
@@ -105,9 +107,11 @@ def read(
     *,
     check: Callable = lambda row: None,
     given: Any = None,
-) -> tuple[sources.Order, Sequence[dict]]:
+) -> tuple[Any, sources.Order, Sequence[dict]]:
     """Reads the rows of `config.data` and `config.heldout`, and makes each one's samples once: they must fit in
     `config.length` tokens, or are left out if `config.too_long` is "drop".
+
+    Returns `config` with `vision` as the rows decide, and the rows.
 
     All processes of a job must have the same.
 
@@ -120,10 +124,13 @@ def read(
     common.check_microbatch(config.model, config.rows, config.length)
     common.check_balance(config.model, config.balance)
     vocabulary = hf.read_config(hub.folder(config.model)).vocab
+    seen = False  # images
 
     def fits(row: dict) -> str | None:
+        nonlocal seen
         check(row)
         made = samples([row])
+        seen = seen or any(sample.images for sample in made)
         for sample in made:
             rows.check_vocabulary(sample.tokens, vocabulary)
         n = max(len(sample.tokens) for sample in made)
@@ -141,7 +148,7 @@ def read(
         config.heldout, config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet
     ) if config.heldout else []  # fmt: skip
     processes.same("options and rows", config, sources.sampled(train), sources.some(heldout))
-    return train, heldout
+    return replace(config, vision=vision.decided(config.vision, seen)), train, heldout
 
 
 def completion(recipe: str, row: dict) -> str:
@@ -171,7 +178,8 @@ def fit(
 
     Args:
       kind: the recipe, `kind` of the lines in metrics.jsonl; a state of another recipe is refused.
-      config: model, out, steps, batch, length, rows, save_every, save_minutes, evaluate_every, track and seed are read.
+      config: model, out, steps, batch, length, rows, run, save_every, save_minutes, evaluate_every, track and seed are
+        read.
       prompts: the rows to train on by ordinal.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
@@ -179,11 +187,13 @@ def fit(
     """
     out = Path(config.out)
     size = 0  # rows of a microbatch, once samples are there
+    reading = vision.reader(config.model, own.settings, learner.computed(config.run).dtype, mesh)
 
     def pack(made: Sequence[Sample]) -> Batch:
         nonlocal size
         size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
-        return packing.pack(made, config.length, rows=size)
+        [batch] = vision.attach(reading, [packing.pack(made, config.length, rows=size)], [vision.of(made)])
+        return batch
 
     said = terminal.Terminal(kind)
     prepare, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)

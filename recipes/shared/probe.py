@@ -37,7 +37,7 @@ def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> C
 
     All processes of the job must call f together.
     """
-    score = functools.partial(models.score, config=policy.settings, run=learner.computed(run), temperature=1.0)
+    score = functools.partial(models.score, config=policy.written, run=learner.computed(run), temperature=1.0)
     scores = step.make_scores(lora.over_base(score, policy.adapters) if policy.adapters else score)
     rows, cp = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape["cp"]
 

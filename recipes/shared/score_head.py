@@ -37,7 +37,12 @@ def open_model(options, head: models.ScoreHead, tokens, mesh: jax.sharding.Mesh)
     Args:
       options: a recipe's Config.
       head: the new one; as many labels must its own have.
+
+    Raises:
+      ValueError: as `settings`; or rows have images.
     """
+    if options.vision != "auto":
+        raise ValueError(f"--model: reward models read no images, got --vision {options.vision}, or rows with images")
     if options.init == "random":
         config = padded(settings(models.text_only(hf.read_config(hub.folder(options.model))), head), tokens)
         return config, common.draw(models.table(config), options.seed, mesh)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .... import models
 from ....adapters import hf
 from ....models import wrappers
 from ...chat import fields
@@ -32,15 +33,22 @@ class Service:
       path: folder of the weights in use; `tokenizer_path`: the folder served initially.
       checksums: of the weights in use, from `checkpoint.read_weights`.
       dtype: of the weights in the engine.
+      processor: of images, `adapters.data.images.Processor`; None = the model reads text alone.
       read: reads and stages a folder of weights, as `read_here`; replaced where other processes read, too (`hosts`).
     """
 
-    def __init__(self, engine, tokenizer: Any, path: str, checksums: dict[str, str], dtype: str):
+    def __init__(self, engine, tokenizer: Any, path: str, checksums: dict[str, str], dtype: str, processor: Any = None):
+        self.processor = processor
         self.engine, self.tokenizer, self.checksums, self.dtype = engine, tokenizer, checksums, dtype
         self.path = self.tokenizer_path = path
         self.read, self.started = self.read_here, time.time()
         self.bridge: Bridge  # made on the event loop, when the server starts
         self.piece = functools.partial(logprobs.piece, tokenizer)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads images."""
+        return self.processor is not None
 
     def open(self) -> None:
         """Must be called on the event loop before the first request."""
@@ -110,7 +118,7 @@ class Service:
 
         with readable(path):
             self._check_config(path)
-            _, weights, checksums = read_weights(path, self.dtype, stage)
+            _, weights, checksums = read_weights(path, self.dtype, stage, sees=self.sees)
         return weights, checksums
 
     def _check_config(self, path: str) -> None:
@@ -122,10 +130,18 @@ class Service:
             if layers != self.engine.config.layers:
                 problem = f"num_hidden_layers {fields.shown(layers)} instead of {self.engine.config.layers}"
                 raise ValueError(f"{path}: must contain the model that is served, but has {problem}")
-        self._same_model(hf.read_config(path), path, but=("source", "rest", "prefix", "score_head"))
+        config = models.with_vision(hf.read_config(path)) if self.sees else hf.read_config(path)
+        self._same_model(config, path, but=("source", "rest", "prefix", "score_head"))
 
     def _same_model(self, config, path: str, but: Sequence[str] = ("source", "rest")) -> None:
-        ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
+        ours, theirs = map(_compared, (self.engine.config, config))
         if other := [name for name in ours if name not in but and ours[name] != theirs.get(name)]:
             shown = ", ".join(f"{name} {fields.shown(theirs.get(name))} instead of {ours[name]!r}" for name in other)
             raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
+
+
+def _compared(config) -> dict[str, Any]:
+    made = dataclasses.asdict(config)
+    if config.vision:
+        del made["vision"]["trained"]  # a trainer's concern
+    return made

@@ -16,9 +16,10 @@ from starlette.routing import Route
 
 from .... import __version__
 from ...chat import fields
-from ...processes.http_limits import off_loop, read_json
+from ...processes.http_limits import read_json
 from ..request import Progress, Request, Sampling
 from . import request_parsing
+from .image_data import off_loop
 from .replies import Answer, disconnected, events
 from .service import Service
 
@@ -56,7 +57,8 @@ class SGLang:
         """Continues prompts of text or token ids."""
         start = time.perf_counter()
         body = await read_json(http)
-        ask = await off_loop(http, request_parsing.generate, body, self.service.tokenizer, self.engine.context)
+        given = body, self.service.tokenizer, self.engine.context, self.engine.pictures
+        ask = await off_loop(http, request_parsing.generate, *given)
         self.service.bridge.check_room(ask.requests)
         await self.service.compile([request.sampling for request in ask.requests])
         if ask.stream:
@@ -114,7 +116,7 @@ class SGLang:
                 "preferred_sampling_params": None,
                 "weight_version": self.engine.version,
                 "load_format": "safetensors",
-                "has_image_understanding": False,
+                "has_image_understanding": self.service.sees,
                 "has_audio_understanding": False,
                 "model_type": self.engine.config.family,
                 "architectures": source.get("architectures"),
