@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.param import Table
+from .fused_experts import fused
 
 IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
 # Families whose checkpoints have tensors "mtp.*"; others have layers behind the model's own (num_nextn_predict_layers).
@@ -36,6 +37,7 @@ class Wrapper:
       others: what the keys of other parts begin with, behind an optional "model.".
       tied: tie_word_embeddings where config.json is silent.
       defaults: of options of text_config that the family requires, or has other defaults of.
+      fused: checkpoints have the experts of a layer as two tensors, transposed, and the family has one for each expert.
     """
 
     texts: Mapping[str, str]
@@ -44,6 +46,7 @@ class Wrapper:
     others: tuple[str, ...]
     tied: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fused: bool = False
 
 
 _LLAVA = (IN_LANGUAGE_MODEL, "model.language_model.", ("vision_tower.", "multi_modal_projector."))
@@ -75,6 +78,10 @@ WRAPPERS = {
     "qwen3_5_moe": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe_text"}, *_QWEN),
     "qwen3_vl": Wrapper(
         {"qwen3_vl_text": "qwen3"}, *_QWEN, defaults={"max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
+    "qwen3_vl_moe": Wrapper(
+        {"qwen3_vl_moe_text": "qwen3_moe"}, *_QWEN, fused=True,
+        defaults={"max_position_embeddings": 128000, "rope_theta": 5e5, "norm_topk_prob": True},
     ),
 }  # fmt: skip
 
@@ -208,4 +215,6 @@ def with_rest(table: Table, config) -> Table:
         rest += [f"{start}{other}" for other in others for start in ("", "model.")]
         if "head" in top:
             top["head"] = dataclasses.replace(top["head"], keys=(head(config),))
+        if wrapper.fused:
+            table = fused(table, transposed=True)
     return dataclasses.replace(table, top=top, unused=(*table.unused, *rest))
