@@ -30,7 +30,6 @@ from .. import models
 from ..core import param
 from ..core.parts import Part
 from ..models import config_json, mtp, wrappers
-from ..models.fused_experts import fused
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import safetensors
@@ -623,7 +622,7 @@ def to_tensors(
       ValueError: the parameters do not match the config; names them.
     """
     table = models.table(config)
-    return tensors_of(fused(table) if fused_experts else table, config.prefix, params, dtype)
+    return tensors_of(wrappers.with_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
