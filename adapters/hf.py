@@ -256,9 +256,10 @@ def _views(tree, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Sequence[
     return jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
-def loaded_config(path: str | os.PathLike, init_missing: Sequence[str] = ()):
+def loaded_config(path: str | os.PathLike, init_missing: Sequence[str] = (), vision: bool = False):
     """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
-    config, *_ = _matched(read_config(path), safetensors.read(path), str(path), init_missing)
+    config = models.with_vision(read_config(path)) if vision else read_config(path)
+    config, *_ = _matched(config, safetensors.read(path), str(path), init_missing)
     return passed.loaded(config, path)
 
 

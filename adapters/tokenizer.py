@@ -7,9 +7,9 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..rollout.chat import template
+from ..rollout.chat import images, template
 from ..rollout.chat.template import encode as encode
 from .runtime import hub
 
@@ -169,22 +169,42 @@ def _as_fast_tokenizer(inner, vocabulary, **special):
 # -- demonstrations --------------------------------------------------------------------------------
 
 
+class Demonstration(NamedTuple):
+    """A prompt, and the ids of the completion to learn."""
+
+    prompt: template.Prompt
+    completion: list[int]
+
+
 def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
-    """(prompt ids, completion ids) of a demonstration; the completion ends with the end-of-turn token.
+    """(prompt ids, completion ids) of a demonstration without images, as `demonstrated`."""
+    made = demonstrated(tokenizer, row)
+    return made.prompt.tokens, made.completion
+
+
+def demonstrated(tokenizer: Any, row: dict, processor: images.Processor | None = None) -> Demonstration:
+    """A row's prompt and completion; the completion ends with the end-of-turn token.
 
     The completion is the row's `completion`, else the last of its `messages` if it is the assistant's. It is encoded
     separately, as in generation: no token spans prompt and completion.
+
+    Args:
+      processor: as in `template.prompted`.
     """
     messages, completion = row.get("messages"), row.get("completion")
     if messages:
-        template.check(template.conversation({"messages": messages}))
+        template.check(template.conversation({**row, "prompt": None}))
     if completion is None and messages and messages[-1].get("role") == "assistant":
         messages, completion = messages[:-1], messages[-1].get("content")
+    completion = images.text(completion)
     if not isinstance(completion, str):
         raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}")
     # of a row that has both, the messages count
-    asked = {"messages": messages} if messages else {name: row[name] for name in row if name != "messages"}
-    return template.prompt(tokenizer, asked), [*encode(tokenizer, completion), end_of_turn(tokenizer)]
+    asked = {**row, **({"messages": messages, "prompt": None} if messages else {"messages": None})}
+    ids = [*encode(tokenizer, completion), end_of_turn(tokenizer)]
+    if processor:
+        images.refuse(ids, processor)
+    return Demonstration(template.prompted(tokenizer, asked, processor), ids)
 
 
 def end_of_turn(tokenizer: Any) -> int:

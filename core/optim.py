@@ -12,6 +12,7 @@ import optax
 from . import matrixwise, moments, param
 
 Kind = Literal["matrix", "embedding", "norm", "bias"]
+VISION = "vision."  # what the paths of a vision tower's weights begin with
 USES = {  # optimiser-specific fields
     "adamw": ("b1", "b2", "eps", "state"),
     "muon": ("momentum", "b1", "b2", "eps", "state"),
@@ -38,6 +39,7 @@ class Optimizer:
     Attributes:
       name: update rule.
       lr: peak learning rate.
+      vision_lr: that of a vision tower in training, whose schedule is the same; 0 = lr.
       schedule: learning rate after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
       steps: length of the schedule in optimiser steps, including the warm-up.
@@ -66,6 +68,7 @@ class Optimizer:
 
     name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = "adamw"
     lr: float = 1e-6
+    vision_lr: float = 0.0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup: int = 0
     steps: int = 0
@@ -96,12 +99,16 @@ class Optimizer:
             raise ValueError(
                 f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose from these"
             )
-        for name in ("lr", "weight_decay", "clip", "floor", "eps", "warmup", "steps"):
+        for name in ("lr", "vision_lr", "weight_decay", "clip", "floor", "eps", "warmup", "steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"Optimizer: {name} must be at least 0 and finite, got {getattr(self, name)}")
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"Optimizer: {name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.vision_lr and not self.lr:
+            raise ValueError(
+                f"Optimizer: lr must be above 0 beside a vision_lr, whose schedule is the same, got {self.lr}"
+            )
         if self.floor and self.schedule == "constant":
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:
@@ -183,7 +190,7 @@ def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransfo
         optax.clip_by_global_norm(spec.clip) if spec.clip else optax.identity(),
         direction,
         optax.add_decayed_weights(spec.weight_decay, mask=decayed),
-        optax.scale_by_learning_rate(schedule(spec)),
+        _learning_rate(spec, table),
         _average(spec.ema) if spec.ema else optax.identity(),
     )
     return _trained(chain, table)
@@ -228,6 +235,24 @@ def _trained(chain: optax.GradientTransformation, table: param.Table) -> optax.G
     if "freeze" not in jax.tree.leaves(labels):
         return chain
     return optax.partition({"train": chain, "freeze": optax.set_to_zero()}, labels)
+
+
+def _learning_rate(spec: Optimizer, table: param.Table) -> optax.GradientTransformation:
+    """Multiplies by minus the learning rate, a vision tower's by its own; the state is the same."""
+    rate = optax.scale_by_learning_rate(schedule(spec))
+    if not spec.vision_lr:
+        return rate
+    tower = param.tree_map(lambda leaf: leaf.path.startswith(VISION), table)
+    left_out = lambda x: isinstance(x, optax.MaskedNode)
+
+    def scaled(update, own: bool):
+        return update * (spec.vision_lr / spec.lr) if own and not left_out(update) else update
+
+    def update(updates, state, params=None):
+        updates, state = rate.update(updates, state, params)
+        return jax.tree.map(scaled, updates, tower, is_leaf=left_out), state
+
+    return optax.GradientTransformation(rate.init, update)
 
 
 def averaged(params, opt_state):

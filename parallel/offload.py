@@ -50,6 +50,7 @@ class Part:
 
     Attributes:
       table: the weights, as those of a model of their own.
+      inner: the model inside that has them, by its name in `param.Table.inner`; "" = the model itself.
       stack: index of the stack; None = `table` has one weight, outside layers.
       layers: how many layers the stack has; 1 without a stack.
       mastered: names of weights with fp32 masters on the host.
@@ -57,6 +58,7 @@ class Part:
     """
 
     table: param.Table
+    inner: str
     stack: int | None
     layers: int
     mastered: tuple[str, ...]
@@ -64,6 +66,7 @@ class Part:
 
     def of(self, tree) -> dict[str, Any]:
         """This part of a tree of weights: stacked, if it has layers."""
+        tree = tree[self.inner] if self.inner else tree
         if self.stack is None:
             return {name: tree[name] for name in self.table.top}
         return tree["stacks"][self.stack]
@@ -81,9 +84,10 @@ class Part:
 
     def replaced(self, tree, new: dict[str, Any]):
         """The tree of weights with `new` in place of this part."""
-        if self.stack is None:
-            return tree | new
-        return tree | {"stacks": [new if i == self.stack else x for i, x in enumerate(tree["stacks"])]}
+        own = tree[self.inner] if self.inner else tree
+        if self.stack is not None:
+            new = {"stacks": [new if i == self.stack else x for i, x in enumerate(own["stacks"])]}
+        return tree | {self.inner: own | new} if self.inner else own | new
 
 
 def parts(table: param.Table, spec: optim.Optimizer, dtype: str) -> list[Part]:
@@ -91,14 +95,15 @@ def parts(table: param.Table, spec: optim.Optimizer, dtype: str) -> list[Part]:
 
     Args:
       dtype: of the computation.
-
-    Raises:
-      ValueError: the model has a vision tower.
     """
-    if table.inner:
-        raise ValueError(
-            f"offload: the weights must be those of a text model alone, got {', '.join(table.inner)} as well"
-        )
+    inside = replace(spec, lr=spec.vision_lr or spec.lr, vision_lr=0.0)
+    return [*_parts(table, spec, dtype), *(
+        part for name, tower in table.inner.items() for part in _parts(tower, inside, dtype, name)
+    )]  # fmt: skip
+
+
+def _parts(table: param.Table, spec: optim.Optimizer, dtype: str, inner: str = "") -> list[Part]:
+    """The parts of a model without those inside."""
     narrow = jnp.dtype(dtype) != jnp.float32 and spec.weights == "float32"
     leaves = param.leaves(table)["stacks"]
     found = []
@@ -111,7 +116,8 @@ def parts(table: param.Table, spec: optim.Optimizer, dtype: str) -> list[Part]:
             mastered = (
                 () if stack is None else tuple(name for name in params if narrow and optim.cast(leaves[stack][name]))
             )
-            found.append(Part(own, stack, layers, mastered, optim.make_optimizer(replace(spec, clip=0.0), own)))
+            optimizer = optim.make_optimizer(replace(spec, clip=0.0), own)
+            found.append(Part(own, inner, stack, layers, mastered, optimizer))
     return found
 
 

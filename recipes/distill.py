@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from areax.adapters.data import images
 from areax.core import losses
 from areax.models import frozen as teacher
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
@@ -73,19 +74,23 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     asyncio.run(client.check_keys(itertools.chain(*served.named(config.teachers).values()), key_variable=served.KEY))
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    sample = offline.sampler(tokens)
+    sample = offline.sampler(tokens, images.of_model(config.model))
 
     def samples(rows: list[dict]) -> list[Sample]:
         made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
-    prompts, heldout = offline.read(config, samples, quiet, given=given)
+    config, prompts, heldout = offline.read(config, samples, quiet, given=given)
     if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
-    settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    if config.teachers and config.vision != "auto":
+        raise ValueError("distill: --teachers, servers, get no images, and rows have some; take --teacher, a directory")
+    settings, params = common.open_model(
+        config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
+    )
     run = learner.computed(config.run)
-    local = common.open_teacher(config.teacher, tokens, run, mesh) if config.teacher else None
+    local = common.open_teacher(config.teacher, tokens, run, mesh, settings.vision) if config.teacher else None
     score = functools.partial(
         teacher.score, objective=config.objective, config=settings, teacher_config=local and local[0],
         run=run,

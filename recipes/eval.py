@@ -10,6 +10,7 @@ from typing import Annotated
 from areax.adapters import hf
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import JSON, json_object
+from areax.adapters.data import images
 from areax.adapters.launch import devices
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
@@ -32,7 +33,8 @@ class Config:
 
     Attributes:
       model: Hugging Face directory, or a model on the hub, `owner/name`; with `servers` only the tokenizer is read.
-      data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a data set on the hub.
+      data: rows with "prompt" or "messages", any "images", and what the reward needs: a file, a folder, or a data set
+        on the hub.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
         out; "" = records are rows, or of a usual format that their fields tell (docs/add-a-data-set.md).
       chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
@@ -128,6 +130,7 @@ def write(config: Config, results: dict, answers: list[dict]) -> None:
 async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     """(results, answers); as `evaluation.summary` and `evaluation.answers`."""
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
+    processor = images.of_model(config.model)
     rewards.check(config.reward)
     resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options), config.agent)
     if config.samples > 1 and not config.sampling.temperature and rows.asks(config.workflow):
@@ -138,8 +141,8 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     serve = config.serve.sized(PROMPT + config.sampling.max_new_tokens)
     context, vocabulary = (min(serve.context, settings.context), settings.vocab) if settings else (0, 0)
     check = rows.prompts(
-        tokens, config.workflow, most=config.max_prompt, room=context, vocabulary=vocabulary, context=context,
-        new=config.sampling.max_new_tokens,
+        tokens, config.workflow, processor, most=config.max_prompt, room=context, vocabulary=vocabulary,
+        context=context, new=config.sampling.max_new_tokens,
     )  # fmt: skip
     asked = many_rows.every(
         config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
@@ -162,8 +165,8 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
         )  # fmt: skip
         episode = await enter(
             resolve.bind(
-                config.workflow, tokenizer=tokens, reward=reward, sampling=config.sampling, agent=config.agent,
-                options=json_object("--workflow-options", config.workflow_options),
+                config.workflow, tokenizer=tokens, processor=processor, reward=reward, sampling=config.sampling,
+                agent=config.agent, options=json_object("--workflow-options", config.workflow_options),
             )
         )  # fmt: skip
         groups = await executor.rollouts(

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ import jax
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import UNPREFIXED, json_object
+from areax.adapters.data import images
 from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
@@ -43,6 +44,7 @@ from areax.recipes.shared import (
     rollouts,
     rows,
     sources,
+    vision,
 )
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
@@ -123,8 +125,11 @@ def main(config: Config, rows: Any = None) -> dict:
         tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
-        data = read(config, tokens, rows) if index == 0 else (None, {})
+        processor = images.of_model(config.model)
+        prompts, heldout, seen = read(config, tokens, processor, rows) if index == 0 else (None, {}, False)
+        data = prompts, heldout
         processes.same("options", config)
+        config = with_vision(config, processes.anyone(seen)[0])
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary
         out = Path(config.out)
@@ -137,7 +142,8 @@ def main(config: Config, rows: Any = None) -> dict:
                 lockstep.worker_loop(work)
                 return {}
             with lockstep.leader(work) as run_on_all:
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, data, cursor, stop))
+                reads = processor if trainer.reading else None
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, reads, run, data, cursor, stop))
                 summary["seconds"] = time.monotonic() - began
                 store.wait()  # a summary must not say complete if the state does not fit on the disk
                 ending.finish(config.out, summary)
@@ -149,8 +155,13 @@ async def run(config: Config, rows: Any = None) -> dict:
     return await notebook.run_in_thread(functools.partial(main, rows=rows), config)
 
 
-def read(config: Config, tokens, given: Any = None) -> tuple:
-    """Reads (prompts, {name: held-out rows}).
+def with_vision(config: Config, seen: bool) -> Config:
+    """The Config with `--vision` as rows with images, or without any, decide."""
+    return replace(config, training=replace(config.training, vision=vision.decided(config.training.vision, seen)))
+
+
+def read(config: Config, tokens, processor: images.Processor | None = None, given: Any = None) -> tuple:
+    """Reads (prompts, {name: held-out rows}, whether any have images).
 
     Raises ValueError if reward or workflow do not exist, or a key is refused.
     """
@@ -171,9 +182,11 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
-    check = rows.prompts(
-        tokens, workflow, most=options.max_prompt, room=min(length, context or length), vocabulary=model.vocab,
-        context=context, new=config.rollout.sampling.max_new_tokens,
+    check = vision.Noticed(
+        rows.prompts(
+            tokens, workflow, processor, most=options.max_prompt, room=min(length, context or length),
+            vocabulary=model.vocab, context=context, new=config.rollout.sampling.max_new_tokens,
+        )
     )  # fmt: skip
     asks = rows.asks(workflow)
     prompts = sources.opened(
@@ -181,7 +194,7 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
         seed=config.seed, spec=options.curriculum,
     )  # fmt: skip
     read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
-    return prompts, {name: read(source) for name, source in heldout.items()}
+    return prompts, {name: read(source) for name, source in heldout.items()}, check.images
 
 
 def build_trainer(config: Config) -> Trainer:
@@ -203,7 +216,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
         "publish": lambda root, v: hf.write_published(
-            root, v, policy.settings, learner.weights(policy), tokenizer=tokens
+            root, v, policy.written, learner.weights(policy), tokenizer=tokens
         ),
         "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
         "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
@@ -212,12 +225,14 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
 
 
 async def train(
-    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, data: tuple, cursor, stop
-) -> dict:
+    config: Config, trainer: Trainer, run_on_all: Callable, tokens, processor: images.Processor | None, run: str,
+    data: tuple, cursor, stop,
+) -> dict:  # fmt: skip
     """Runs the training loop from the trainer's version on; returns the summary.
 
     Args:
       run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
+      processor: of a model that reads images; None = text alone.
       run: id of the run.
       data: (prompts, held-out rows), as `read` returns them.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
@@ -250,7 +265,7 @@ async def train(
         )  # fmt: skip
         episodes = await enter_async(
             rollouts.opened(
-                config.reward, config.rewards, config.rollout, config.training, tokens,
+                config.reward, config.rewards, config.rollout, config.training, tokens, processor,
                 vocabulary=trainer.policy.settings.vocab, sampled=config.evaluation.heldout_samples > 1,
                 greedy=bool(heldout) or objective.advantage.mean == "greedy",
             )

@@ -15,8 +15,9 @@ import jax
 
 from areax import models
 from areax.adapters import hf
+from areax.adapters.data import images
 from areax.adapters.runtime import hub
-from areax.core import losses, preference, step
+from areax.core import losses, preference
 from areax.core.optim import Optimizer
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, score_head, terminal
 from areax.rollout.types import Sample
@@ -82,8 +83,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    samples = functools.partial(pairs, offline.sampler(tokens), plain)
-    prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
+    samples = functools.partial(pairs, offline.sampler(tokens, images.of_model(config.model)), plain)
+    config, prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
     if (summary := resume.finished("preference", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
@@ -96,8 +97,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     )  # fmt: skip
     beside: Callable = lambda batch: batch
     if plain.needs_reference:
-        reference = own.frozen[0] if own.adapters else learner.copy(settings, params, run.dtype)
-        scores = step.make_scores(score) if own.adapters else own.scores
+        reference, scores = learner.reference(own, params, score, run.dtype)
         beside = lambda batch: batch.replace(ref_BT=jax.block_until_ready(scores(reference, batch).logp_BT))
     return offline.fit(
         "preference", config, mesh, own, prompts, heldout, samples=samples, beside=beside, tokens=tokens, began=began,
@@ -146,7 +146,11 @@ def pairs(sample: Callable[[dict, str], Sample], objective: Objective, rows: lis
 def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     """(config, weights) to start from; a reward model gets a score head, new if it has none, and no output head."""
     if not isinstance(config.objective, losses.RewardModel):
-        return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+        return common.open_model(
+            config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
+        )
+    if config.vision != "auto":
+        raise ValueError(f"RewardModel: reads no images yet, got --vision {config.vision} or rows with images")
     if config.init == "random":
         settings = score_head.settings(models.text_only(hf.read_config(hub.folder(config.model))), tokens)
         return settings, common.draw(models.table(settings), config.seed, mesh)

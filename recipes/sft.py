@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areax import models
-from areax.adapters.data import chat_sft
+from areax.adapters.data import chat_sft, images
 from areax.core import losses
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
 
@@ -55,13 +55,15 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    sample = offline.demonstrations(tokens, config.learn)
+    sample = offline.demonstrations(tokens, config.learn, images.of_model(config.model))
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
-    prompts, heldout = offline.read(config, samples, quiet, given=given)
+    config, prompts, heldout = offline.read(config, samples, quiet, given=given)
     if (summary := resume.finished("sft", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
-    settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    settings, params = common.open_model(
+        config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
+    )
     run = learner.computed(config.run)
     score = functools.partial(models.score, config=settings, run=run)
     own = learner.make(

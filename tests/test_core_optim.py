@@ -291,6 +291,20 @@ def test_schedules():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_a_vision_tower_has_a_learning_rate_of_its_own(name):
+    """Its steps are those of a model of its own; the text model's stay as they are."""
+    both = replace(TABLE, inner={"vision": replace(SMALL, top=SMALL.top | {"head": FROZEN.top["embed"]})})
+    weights, grads = draw(both, 0), [draw(both, seed) for seed in (1, 2, 3)]
+    got = run(optim.make_optimizer(spec(name, vision_lr=LR / 4), both), weights, grads)[0]
+    inside = lambda tree: tree["vision"]
+    text = lambda tree: {key: x for key, x in tree.items() if key != "vision"}
+    for part, table, lr in ((text, TABLE, LR), (inside, both.inner["vision"], LR / 4)):
+        alone = run(optim.make_optimizer(spec(name, lr=lr), table), part(weights), [part(g) for g in grads])[0]
+        for a, b in zip(jax.tree.leaves([part(x) for x in got]), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_frozen_weights_do_not_change_or_enter_the_norm(name):
     """Neither does their gradient, in the norm that is clipped, nor are there moments of them."""
     options = spec(name, clip=1.0, ema=0.9)
@@ -328,6 +342,7 @@ def test_the_average_follows_the_weights_after_each_update(name):
         (dict(name="lion", eps=1e-6), "lion does not use eps, got 1e-06"),
         (dict(name="adafactor", b1=0.0), "adafactor does not use b1, got 0.0"),
         (dict(decay=("matrix", "vector")), "decay must be among matrix, embedding, norm, bias, got 'vector'"),
+        (dict(lr=0.0, vision_lr=1e-5), "lr must be above 0 beside a vision_lr, whose schedule is the same, got 0.0"),
         (dict(ema=1.0), "ema must be at least 0 and below 1, got 1.0"),
     ],
 )

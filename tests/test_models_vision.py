@@ -299,11 +299,20 @@ def test_no_array_has_a_place_for_every_pair_of_patches():
     assert max(shape.count(P) for shape in shapes) == 1 and max(map(math.prod, shapes)) <= P * 240
 
 
-def test_masters_on_the_host_are_refused():
-    with pytest.raises(
-        ValueError, match="offload: the weights must be those of a text model alone, got vision as well"
-    ):
-        offload.parts(models.table(made("qwen3_vl")[0]), optim.Optimizer(), "float32")
+@pytest.mark.mesh
+def test_masters_on_the_host_step_as_those_on_the_device():
+    """Also with a learning rate of the tower's own."""
+    config, params = made("qwen3_vl")
+    table, spec, objective = models.table(config), optim.Optimizer(lr=0.02, vision_lr=0.005, clip=0.5), losses.SFT()
+    batch = objective.prepare(packed("qwen3_vl", config.vision))
+    score, on = functools.partial(models.score, config=config, run=RUN), mesh.make(mesh.Layout())
+    with jax.set_mesh(on):
+        state = offload.init(jax.tree.map(jnp.array, params), table, spec, "float32", on)
+        state, report = offload.make_step(score, objective, table, spec, "float32", on)(state, batch)
+        optimizer = optim.make_optimizer(spec, table)
+        wanted = step.init(jax.tree.map(jnp.array, params), optimizer)
+        wanted, expected = step.make_step(score, objective, optimizer)(wanted, batch)
+    assert_same_step((report, state.params), (expected, wanted.params))
 
 
 @pytest.mark.mesh

@@ -179,7 +179,7 @@ def test_eta_0_equals_the_synchronous_loop(place, first):
     """By hand, one request after the other and nothing beside it, come the same parameters, to the bit."""
     own, path = config(place, "by hand"), place / "by hand"
     tokens = tokenizer.load(own.model)
-    (prompts, _), state = grpo.read(own, tokens), grpo.build_trainer(own)
+    (prompts, *_), state = grpo.read(own, tokens), grpo.build_trainer(own)
     server = servers.Remote(int(own.serving.servers[0].rpartition(":")[2]))
     reward = object_path.resolve(own.reward)
 

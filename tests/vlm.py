@@ -1,14 +1,19 @@
 """Small vision-language models of transformers, and sequences with images and videos of odd sizes for them."""
 
 import contextlib
+import io
+import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import PIL.Image
 import safetensors.torch
 import torch
 import transformers
 
+from areax.adapters import tokenizer
 from areax.models.vision import Media
 
 IMAGE, VIDEO, START, END = 57, 58, 59, 60
@@ -132,3 +137,42 @@ def logits(model, tokens, seen):
         exact = mock.patch.object(code, "torch_chunk_gated_delta_rule", code.torch_recurrent_gated_delta_rule)
     with exact:
         return model(**given, attention_mask=None, use_cache=False).logits[0]
+
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz .,?!:=+-<>/'"  # 49 characters: the image token is number 57
+TEMPLATE = (  # as that of Qwen2.5-VL, without tools
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def folder(path: Path, name: str = "qwen2_5_vl") -> Path:
+    """Writes a tiny vision-language checkpoint as users have it: weights, tokenizer, chat template, image processor.
+
+    Images become 1 to 9 features, of 4 x 4 pixels each.
+    """
+    tokens = tokenizer.character(ALPHABET, multiple=1)
+    tokens.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    assert tokens.convert_tokens_to_ids("<|image_pad|>") == IMAGE
+    tokens.chat_template = TEMPLATE
+    model = reference(name)
+    for config in (model.config, model.config.text_config, model.generation_config):
+        config.bos_token_id, config.eos_token_id = None, tokens.eos_token_id
+    model.save_pretrained(path)
+    tokenizer.save(tokens, path)
+    kind = "Qwen2VLImageProcessor"
+    size = {"shortest_edge": 4 * 4, "longest_edge": 12 * 12}
+    sizes = {"patch_size": 2, "temporal_patch_size": 2, "merge_size": 2, "size": size}
+    (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **sizes}))
+    return path
+
+
+def png(width: int = 9, height: int = 7, seed: int = 0) -> bytes:
+    """An image file of random pixels."""
+    pixels, file = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8), io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -6,31 +6,44 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ...rollout.chat import template
+from ...rollout import types
+from ...rollout.chat import images, template
 from .. import tokenizer as tokenizers
 
 Learn = Literal["last", "all"]
 BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
-def demonstration(tokenizer: Any, row: dict, learn: Learn = "last") -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of a row with "messages" or a "prompt", optionally followed by a "completion".
+def demonstration(
+    tokenizer: Any, row: dict, learn: Learn = "last", processor: images.Processor | None = None
+) -> types.Sample:
+    """The sample of a row with "messages" or a "prompt", optionally followed by a "completion".
 
     Args:
       learn: "last" = the assistant's last turn, as in `tokenizer.supervised`; "all" = all its turns, as in
         `conversation` (TRL's assistant_only_loss).
+      processor: as in `template.prompted`.
     """
     if learn == "last":
-        prompt, completion = tokenizers.supervised(tokenizer, row)
-        return [*prompt, *completion], [False] * len(prompt) + [True] * len(completion)
+        prompt, completion = tokenizers.demonstrated(tokenizer, row, processor)
+        return types.supervised(prompt.tokens, completion, images=prompt.images)
     named = "messages" if row.get("messages") else "prompt"  # of a row that has both, the messages count
-    messages = template.conversation({named: row.get(named)}) if row.get(named) is not None else []
+    other = "prompt" if named == "messages" else "messages"
+    messages = template.conversation({**row, other: None}) if row.get(named) is not None else []
     if row.get("completion") is not None:
         messages.append({"role": "assistant", "content": row["completion"]})
     template.check(messages)
     if not any(message.get("role") == "assistant" for message in messages):
         raise ValueError(f"a demonstration needs a completion or assistant messages, got the fields {sorted(row)}")
-    return conversation(tokenizer, messages)
+    messages = images.read(messages, processor)
+    ids, mask = conversation(tokenizer, messages)
+    if processor is None:
+        return types.demonstration(ids, mask)
+    images.refuse([id for id, wanted in zip(ids, mask, strict=True) if wanted], processor)
+    seen = images.of(messages)
+    tokens = processor.expanded(ids, seen)
+    kept = (wanted for id, wanted in zip(ids, mask, strict=True) if id != processor.token)
+    return types.demonstration(tokens, [id != processor.token and next(kept) for id in tokens], images=seen)
 
 
 def conversation(tokenizer: Any, messages: Sequence[dict]) -> tuple[list[int], list[bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import glob
 import io
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...rollout.chat import images
 from ..runtime import hub
 from . import indexed
 
 MANY = 100_000  # more rows than these are not read into memory
+MUCH = 1 << 30  # bytes of a table, as with images in it: nor is more
 
 Placed = tuple[dict | ValueError, str]  # a row, or why a line is none, and its place
 
@@ -84,8 +87,8 @@ def good(
 
 
 def many(source: str | Path, *, split: str = "train", limit: int | None = None) -> Sequence[Placed] | None:
-    """Random access to (row or error, its place) of a data set with more than MANY rows, without reading it into
-    memory; None if it has fewer. Arguments as `rows`.
+    """Random access to (row or error, its place) of a data set with more than MANY rows, or a table of more than MUCH,
+    without reading it into memory; None if it has less. Arguments as `rows`.
 
     Compressed files are decompressed, and Parquet files copied as Arrow tables, into the cache folder of `datasets`. A
     .json file is one value and cannot be read in parts; it counts as small.
@@ -96,19 +99,24 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
     if files is None:
         folder = _path(source)
         table = _saved(folder, split) if folder.is_dir() else _loaded(str(source), split)
-        return indexed.Joined([_rows_of(table, source)], limit) if len(table) > MANY else None
+        return indexed.Joined([_rows_of(table, source)], limit) if large(table) else None
     suffix = _suffix(files[0])
     if suffix == ".json" or not _exceeds(files, suffix):
         return None
     if suffix == ".parquet":
-        return indexed.Joined([_rows_of(indexed.parquet(files), source)], limit)
+        return indexed.Joined([_rows_of(indexed.parquet(files), source, files[0].parent)], limit)
     return indexed.Joined([_lines_of(file, keep=len(files) <= indexed.OPEN) for file in files], limit)
 
 
 def given(rows: Sequence, limit: int | None = None) -> Sequence[Placed]:
     """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`; as many as its
     length says."""
-    return indexed.Joined([_Given(rows)], limit)
+    return indexed.Joined([_Given(_as_stored(rows))], limit)
+
+
+def large(rows: Sequence) -> bool:
+    """Whether there are more than MANY rows, or those of a `datasets.Dataset` have more than MUCH bytes."""
+    return len(rows) > MANY or getattr(getattr(rows, "data", None), "nbytes", 0) > MUCH
 
 
 class _Given(Sequence[Placed]):
@@ -145,13 +153,15 @@ def _entry(row: Any, place: str) -> Placed:
 
 
 def _exceeds(files, suffix):
-    """Whether there are more than MANY rows in these files; reads no more of them than it needs."""
+    """Whether there are more than MANY rows in these files, or more than MUCH in tables; reads no more than needed."""
     if suffix == ".parquet":
         from pyarrow import parquet
 
     try:
         if suffix == ".parquet":
-            return sum(parquet.read_metadata(file).num_rows for file in files) > MANY
+            tables = [parquet.read_metadata(file) for file in files]
+            size = sum(table.row_group(i).total_byte_size for table in tables for i in range(table.num_row_groups))
+            return size > MUCH or sum(table.num_rows for table in tables) > MANY
         count = 0
         for file in files:
             with io.BufferedReader(_stream(file, suffix)) if suffix in COMPRESSED else file.open("rb") as lines:
@@ -166,11 +176,59 @@ def _lines_of(file, keep) -> Sequence[Placed]:
     suffix, plain = _suffix(file), file
     if suffix in COMPRESSED:
         plain = indexed.decompressed(file, _chunks(file, suffix))
-    return indexed.Mapped(indexed.Lines(plain, keep), lambda _, line: _row(line[1], f"{file}:{line[0]}"))
+    return indexed.Mapped(indexed.Lines(plain, keep), lambda _, line: _row(line[1], file, line[0]))
 
 
-def _rows_of(table, source) -> Sequence[Placed]:
-    return indexed.Mapped(table, lambda i, row: (row, f"{source}: row {i + 1}"))
+def _rows_of(table, source, folder: Path | None = None) -> Sequence[Placed]:
+    located = functools.partial(images.located, folder=folder) if folder else lambda row: row
+    return indexed.Mapped(_as_stored(table), lambda i, row: (located(row), f"{source}: row {i + 1}"))
+
+
+class _Stored(Sequence):
+    """The rows of a `datasets.Dataset`, with images as they are stored: {"bytes", "path"}."""
+
+    def __init__(self, table: Any, features: Any):
+        self._table, self._features = table.with_format("arrow"), features
+
+    @property
+    def data(self) -> Any:
+        return self._table.data
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index):
+        at = range(len(self))[index]
+        [row] = self._table[at : at + 1].to_pylist()
+        return self._features.decode_example(row)
+
+    def __iter__(self):
+        for batch in self._table.iter(32):
+            yield from map(self._features.decode_example, batch.to_pylist())
+
+
+def _as_stored(table: Any) -> Any:
+    """A table of `datasets` without decoding of images, which would take the memory of their pixels, and forget their
+    files; anything else as it is."""
+    features = copy.deepcopy(getattr(table, "features", None))
+    if not (features and hasattr(table, "with_format") and _undecoded(features)):
+        return table
+    if hasattr(table, "decode"):  # an iterable one
+        return table.decode(False)
+    return table if table.format["type"] else _Stored(table, features)
+
+
+def _undecoded(feature: Any) -> bool:
+    """Switches the decoding of images off; returns whether there are any."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        feature.decode = False
+        return True
+    if isinstance(feature, dict):
+        return any([_undecoded(each) for each in feature.values()])
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return inner is not None and _undecoded(inner)
 
 
 def _path(source) -> Path:
@@ -259,12 +317,13 @@ def _jsonl(file, opened):
     with opened as lines:  # bytes: lines end only at \n, not at U+2028 in a text
         for count, line in enumerate(lines, 1):
             if line.strip():
-                yield _row(line, f"{file}:{count}")
+                yield _row(line, file, count)
 
 
-def _row(line: bytes, place: str) -> Placed:
+def _row(line: bytes, file: Path, count: int) -> Placed:
+    place = f"{file}:{count}"
     try:
-        return _object(_parse(line.strip(), place), place), place
+        return images.located(_object(_parse(line.strip(), place), place), file.parent), place
     except ValueError as error:
         return error, place
 
@@ -298,7 +357,7 @@ def _json(file):
     for count, row in enumerate(content, 1):
         place = f"{file}: entry {count}"
         try:
-            yield _object(row, place), place
+            yield images.located(_object(row, place), file.parent), place
         except ValueError as error:
             yield error, place
 
@@ -337,7 +396,8 @@ def _parquet(file):
     try:
         with parquet.ParquetFile(file) as table:
             batches = table.iter_batches(batch_size=1024)
-            yield from _numbered(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), file)
+            read = (images.located(row, file.parent) for batch in batches for row in batch.to_pylist())
+            yield from _numbered(read, file)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a readable Parquet file: {_line(error)}") from None
 
@@ -357,7 +417,7 @@ def _saved(folder, split) -> Any:
         raise ValueError(f"{folder}: not a folder that `save_to_disk` wrote completely: {_line(error)}") from None
     if isinstance(found, dict) and split not in found:
         raise ValueError(f"data: {folder} must hold a split {split}, got {', '.join(found)}; name a folder in it")
-    return found[split] if isinstance(found, dict) else found
+    return _as_stored(found[split] if isinstance(found, dict) else found)
 
 
 def _hub(source, split, limit) -> Iterator[Placed]:
@@ -376,6 +436,7 @@ def _loaded(source, split, limit=None) -> Any:
     split = named or split
     try:
         found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
+        found = _as_stored(found)
         return found if limit is None else list(itertools.islice(found, limit))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         if full := indexed.disk_full(source, error):

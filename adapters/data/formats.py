@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from ...rollout.chat import images
+
 PAIRS = (
     ("question", "answer"), ("problem", "solution"), ("problem", "answer"), ("prompt", "completion"),
     ("query", "response"),
@@ -83,7 +85,7 @@ def conversational(record: dict) -> dict:
         reply = _messages(record, "completion", "conversational")
         if [message["role"] for message in reply] != ["assistant"]:
             raise _refusal("conversational", "one assistant message as its 'completion'", record)
-        row["completion"] = reply[0]["content"]
+        row["completion"] = images.text(reply[0]["content"])
     judged = record.get("reward_model")
     if isinstance(judged, dict) and judged.get("ground_truth") is not None:
         row.setdefault("answer", judged["ground_truth"])
@@ -174,16 +176,29 @@ def _pair(chosen: list[dict], rejected: list[dict], given: list[dict]) -> dict |
     messages = shared if all(message in shared for message in given) else given + shared
     if not messages or any([m["role"] for m in side] != ["assistant"] for side in last):
         return None
-    return {"messages": messages, "chosen": last[0][0]["content"], "rejected": last[1][0]["content"]}
+    return {
+        "messages": messages,
+        "chosen": images.text(last[0][0]["content"]),
+        "rejected": images.text(last[1][0]["content"]),
+    }
 
 
 def _messages(record: dict, name: str, who: str) -> list[dict]:
-    """The messages in a field, without the None entries that Parquet files contain."""
+    """The messages in a field, without the None entries that Parquet files contain; contents are texts or parts."""
     messages = record.get(name)
-    known = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    known = lambda m: (
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list)
+    )
     if not (isinstance(messages, list) and messages and all(map(known, messages))):
         raise _refusal(who, f"{name!r} as a list of messages with strings 'role' and 'content'", record)
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [_filled(message) for message in messages]
+
+
+def _filled(value):
+    """A message, or a part of its content, without None entries."""
+    if isinstance(value, dict) and isinstance(value.get("content"), list):
+        value = {**value, "content": [_filled(part) for part in value["content"]]}
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 def _without(record: dict, *names: str) -> dict:

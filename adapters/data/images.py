@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import io
 import json
 import os
@@ -65,14 +66,25 @@ def read(source: Any) -> Image:
 
 
 class Processor:
-    """What a model's image processor does, and which tokens stand for its features.
+    """What a model's image processor does, and which tokens stand for its features; loaded when it is first used.
 
     Attributes:
       token: id of the token that stands for a feature of an image.
     """
 
-    def __init__(self, processor: Any, token: int):
-        self.token, self._processor = token, processor
+    read = staticmethod(read)
+
+    def __init__(self, folder: Path, token: int):
+        self.token, self._folder = token, folder
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(self._folder, backend="pil")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self._folder / FILE}: cannot be loaded: {' '.join(str(error).split())}") from None
 
     def count(self, image: Image) -> int:
         """How many features an image has: so many tokens stand for it."""
@@ -111,15 +123,24 @@ def load(path: str | Path) -> Processor:
     folder = Path(hub.folder(path, needs=(FILE,)))
     if not (folder / FILE).is_file():
         raise ValueError(f"{path}: a model that reads images needs {FILE}, its image processor, got none")
-    token = json.loads((folder / "config.json").read_bytes()).get("image_token_id")
+    token = _token(folder)
     if type(token) is not int:
         raise ValueError(f"{path}: config.json names no image_token_id, got {token!r:.80}")
-    from transformers import AutoImageProcessor
+    return Processor(folder, token)
 
-    try:
-        return Processor(AutoImageProcessor.from_pretrained(folder, backend="pil"), token)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {FILE} cannot be loaded: {' '.join(str(error).split())}") from None
+
+def of_model(path: str | Path) -> Processor | None:
+    """The image processor of a model, as `load`; None if it has none or names no image token: it reads only text."""
+    folder = Path(hub.folder(path, needs=(FILE,)))
+    if (folder / FILE).is_file() and type(token := _token(folder)) is int:
+        return Processor(folder, token)
+    return None
+
+
+def _token(folder: Path) -> Any:
+    """The image token of config.json; None without one."""
+    config = folder / "config.json"
+    return json.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
 
 
 def _from_url(url: str) -> bytes:

@@ -9,19 +9,23 @@ import numpy as np
 from ...core.batch import Batch
 from ...core.packing import bucket
 from .media import Media, check
-from .positions import positions
+from .positions import positions, standing
 from .tower import Tower
 
 PER_TOKEN = "feature", "axis_position"  # of the arrays that `arrange` makes, those with an entry per token
 NAMES = "patch", "patch_frame", "patch_place", "patch_window", *PER_TOKEN
 
 
-def attach(batch: Batch, media: Sequence[Sequence[Media]], tower: Tower, patches: int | None = None) -> Batch:
+def attach(
+    batch: Batch, media: Sequence[Sequence[Media]], tower: Tower, patches: int | None = None, dtype="float32"
+) -> Batch:
     """A packed Batch [M, B, T] with the images of its samples among its inputs.
+
+    Tokens that a policy sampled stand for no feature, whatever their id.
 
     Args:
       media: of each packed sample, in the order of its tokens.
-      patches: as `arrange`.
+      patches, dtype: as `arrange`.
 
     Raises:
       ValueError: as `arrange`.
@@ -31,12 +35,18 @@ def attach(batch: Batch, media: Sequence[Sequence[Media]], tower: Tower, patches
         [one for sample in row if sample >= 0 for one in media[sample]]
         for row in np.asarray(batch.sample_BJ).reshape(-1, J)
     ]
-    made = arrange(batch.token_BT.reshape(-1, T), batch.segment_BT.reshape(-1, T), rows, tower, patches)
+    version_BT = np.asarray(batch.version_BT).reshape(-1, T)
+    sampled_BT = np.pad(version_BT[:, :-1] >= 0, ((0, 0), (1, 0)))  # a token's version is with the one before it
+    tokens = batch.token_BT.reshape(-1, T), batch.segment_BT.reshape(-1, T)
+    made = arrange(*tokens, rows, tower, patches, sampled_BT, dtype)
     front = batch.token_BT.shape[:-1]
     return batch.replace(input={**batch.input, **{name: x.reshape(*front, *x.shape[1:]) for name, x in made.items()}})
 
 
-def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower, patches: int | None = None) -> dict:
+def arrange(
+    token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower, patches: int | None = None, sampled_BT=None,
+    dtype="float32",
+) -> dict:  # fmt: skip
     """The arrays of packed rows with images, for `Batch.input` and `models.forward`.
 
     Patches of windows are side by side, so that features are not in the order of their tokens; `feature` says which is
@@ -45,9 +55,11 @@ def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower
     Args:
       media: of each row, in the order of its tokens.
       patches: P, of each row; None = the next 2^k or 3 * 2^k features that hold those of every row.
+      sampled_BT: tokens that a policy sampled, which stand for no feature; None = none.
+      dtype: of the pixels; the tower casts them to that of the computation.
 
     Returns:
-      patch: f32[B, P, F] pixels.
+      patch: [B, P, F] pixels.
       patch_frame: i32[B, P] number of the frame in its row, from 1; 0 = padding.
       patch_place: i32[B, P, 4] row and column in the frame's grid, and rows and columns of the grid.
       patch_window: i32[B, P] number of the attention window in its row, from 1; 0 = padding; without windows, none.
@@ -58,6 +70,7 @@ def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower
       ValueError: a row has more patches than fit, patches do not match their grid, or tokens do not match the images.
     """
     token_BT, segment_BT = np.asarray(token_BT), np.asarray(segment_BT)
+    stands_BT = standing(token_BT, tower, sampled_BT) & (segment_BT > 0)
     (B, T), unit = token_BT.shape, tower.unit
     if len(media) != B:
         raise ValueError(f"images: {B} rows need as many lists of images, got {len(media)}")
@@ -71,7 +84,7 @@ def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower
             "patches, or pack fewer images into a row"
         )
     out: dict[str, np.ndarray] = {
-        "patch": np.zeros((B, P, tower.pixels), np.float32),
+        "patch": np.zeros((B, P, tower.pixels), dtype),
         "patch_frame": np.zeros((B, P), np.int32),
         "patch_place": np.zeros((B, P, 4), np.int32),
         "feature": np.full((B, T), -1, np.int32),
@@ -81,7 +94,7 @@ def arrange(token_BT, segment_BT, media: Sequence[Sequence[Media]], tower: Tower
         out["patch_window"] = np.zeros((B, P), np.int32)
     for b, row in enumerate(media):
         features = _place_patches(out, b, row, tower)
-        _place_tokens(out, b, token_BT[b], segment_BT[b], row, features, tower)
+        _place_tokens(out, b, token_BT[b], segment_BT[b], stands_BT[b], row, features, tower)
     return out
 
 
@@ -137,9 +150,8 @@ def _frame(h: int, w: int, tower: Tower) -> tuple[np.ndarray, np.ndarray, np.nda
     return place, window, np.argsort(window, kind="stable")
 
 
-def _place_tokens(out: dict, b: int, token_T, segment_T, row: Sequence[Media], features, tower: Tower) -> None:
+def _place_tokens(out: dict, b: int, token_T, segment_T, stands_T, row: Sequence[Media], features, tower) -> None:
     """Fills in what belongs to tokens, segment by segment."""
-    stands_T = np.isin(token_T, (tower.image, tower.video)) & (segment_T > 0)
     if stands_T.sum() != len(features):
         raise ValueError(
             f"images: each feature needs a token {tower.image} or {tower.video}, got {len(features)} features and "
@@ -152,4 +164,4 @@ def _place_tokens(out: dict, b: int, token_T, segment_T, row: Sequence[Media], f
         own: list[Media] = []
         while sum(math.prod(one.grid) for one in own) < (here & stands_T).sum() * tower.unit:
             own.append(left.pop(0))
-        out["axis_position"][b, here] = positions(token_T[here], own, tower)[0]
+        out["axis_position"][b, here] = positions(token_T[here], own, tower, ~stands_T[here])[0]

@@ -23,8 +23,10 @@ from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.adapters.tracking import progress
 from areax.core import metrics, param
 from areax.core.balance import Balance
+from areax.models.vision import Tower
 from areax.parallel import mesh, rules
 from areax.recipes.shared import terminal
+from areax.recipes.shared.vision import Vision
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys, memory
@@ -33,6 +35,7 @@ from areax.rollout.servers.server import Handover
 
 SHARE = "0.94"  # of GPU memory for JAX: plans count on `planner.figures.USABLE` of it
 TOKEN = 40  # bytes of a token in a batch's arrays
+SEEN = "image", "video", "patch", "frames", "channels", "merge", "window"  # what a tower's arrays depend on
 RUN = "run.lock"  # in a run's directory: locked while a process trains there; holds the run's id
 
 merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
@@ -70,21 +73,34 @@ def open_mesh(layout: mesh.Layout, *, rows: int | str, length: int) -> jax.shard
 
 
 def open_model(
-    path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32"
-):
+    path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32",
+    vision: Vision = "auto",
+):  # fmt: skip
     """(config, sharded weights) of a model, a directory or hub name, of which "random" needs only config.json.
 
     Args:
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
+      vision: as `vision.decided` gives it; "auto" = without the vision tower, if the model has one.
+
+    Raises:
+      ValueError: the model has no vision tower to load, or weights are random.
     """
     if init == "checkpoint":
         path = hub.folder(path, weights=True)
         check_weights(path)
         with terminal.loading(path):
-            return hf.load(path, dtype=dtype, mesh=on)
+            config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto")
+        return with_tower(config, vision), params
+    if vision != "auto":
+        raise ValueError("--init random draws the text model alone, which reads no images; train from a checkpoint")
     config = models.text_only(hf.read_config(hub.folder(path)))  # nothing draws a wrapper's other parts
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
+
+
+def with_tower(config, vision: Vision):
+    """The Config of a model that was loaded with its tower unless that is "auto", with the tower frozen or not."""
+    return replace(config, vision=replace(config.vision, trained=vision == "trained")) if config.vision else config
 
 
 def check_weights(path: str) -> None:
@@ -108,14 +124,16 @@ def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
         raise ValueError(f"--chat-template-kwargs: {error}; {path}") from None
 
 
-def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
+def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, vision: Tower | None = None):
     """(config, sharded weights) of a teacher, in the dtype of its computation.
 
     Args:
       tokens: the student's tokenizer.
+      vision: the student's tower, if the student reads images; the teacher then reads them, too.
 
     Raises:
-      ValueError: a token of the student has another id in the teacher's tokenizer, or none.
+      ValueError: a token of the student has another id in the teacher's tokenizer, or none; or images are other patches
+        for the teacher.
     """
     ids = tokenizer.load(path).get_vocab()
     for token, i in tokens.get_vocab().items():
@@ -124,9 +142,15 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
                 f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
                 f"of {i}; choose a teacher of the same family"
             )
-    path = hub.folder(path, weights=True)
-    with terminal.loading(path):
-        return hf.load(path, dtype=run.dtype or models.default_dtype(jax.default_backend()), mesh=on)
+    folder, dtype = hub.folder(path, weights=True), run.dtype or models.default_dtype(jax.default_backend())
+    with terminal.loading(folder):
+        config, params = hf.load(folder, dtype=dtype, mesh=on, vision=vision is not None)
+    for name in SEEN if vision else ():
+        if (got := getattr(config.vision, name)) != (wanted := getattr(vision, name)):
+            raise ValueError(
+                f"--teacher {path}: must see images as the student, with {name} {wanted} of its tower, got {got}"
+            )
+    return config, params
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):

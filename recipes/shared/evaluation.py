@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from areax.rollout.chat import images
 from areax.rollout.scheduling import episodes
 from areax.rollout.types import Sample
 
@@ -95,7 +96,7 @@ def answers(rows: Sequence[dict], groups: Sequence[Sequence[Sample]], tokens: An
         finite = lambda x: float(x) if math.isfinite(x) else None
         made.append(
             {
-                "row": row,
+                "row": images.shown(row),
                 "prompt": _text(shown[0], "prompt", tokens) if shown else None,
                 "answers": [_text(s, "text", tokens) for s in shown],
                 "rewards": [finite(episodes.outcome(s)) for s in shown],

@@ -23,18 +23,23 @@ class Learner:
     """A model, its training state and its compiled functions, as `make` returns them.
 
     Attributes:
+      settings: the model's Config.
+      written: that of what is written of it, `written(settings)`.
       objective: the objective without load-balancing terms, which `prepare` and `step` include.
       state: training state of the trainable weights: all of them, or the adapters.
-      frozen: further arguments of `score`, `scores` and `step`: the base weights first if adapters train.
+      tower: the weights of a frozen vision tower; () without one.
+      frozen: further arguments of `score`, `scores` and `step`: the base weights first if adapters train, then `tower`.
       score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are, and `step` can be
         lowered.
       needs_scores: whether `prepare` needs scores of the current weights.
     """
 
     settings: Any
+    written: Any
     objective: Any
     adapters: Lora | None
     state: step.State
+    tower: tuple
     frozen: tuple
     score: Callable
     scores: Callable
@@ -63,7 +68,11 @@ def make(
       ValueError: PEFT's format has no adapters of these targets.
     """
     adapters = adapters if adapters and adapters.rank else None
-    table = models.table(settings)
+    kept, (params, tower) = written(settings), _apart(settings, params)
+    table, frozen = models.table(kept), (*tower, *frozen)
+    if tower:
+        score = over_tower(score)
+        plain = over_tower(plain) if plain else None
     if adapters:
         peft.modules(settings, adapters)  # refuses what could not be exported once it is trained
         params = _quantised(params, table, adapters, mesh)
@@ -86,9 +95,29 @@ def make(
             score, whole, optimizer, shardings, adjust=adjust(balance), sums=optim.sums(table, spec)
         )
     return Learner(
-        settings, objective, adapters, state, frozen, score, step.make_scores(plain or score), jax.jit(whole.prepare),
-        update, whole.needs_scores,
+        settings, kept, objective, adapters, state, tower, frozen, score, step.make_scores(plain or score),
+        jax.jit(whole.prepare), update, whole.needs_scores,
     )  # fmt: skip
+
+
+def written(settings):
+    """The Config of what a run writes of a model: without a frozen vision tower, which exports copy bit by bit from the
+    checkpoint that the Config was loaded from."""
+    if settings.vision is None or settings.vision.trained:
+        return settings
+    return replace(settings, vision=None, rest=settings.rest and hf.loaded_config(settings.rest.folder).rest)
+
+
+def _apart(settings, params) -> tuple[dict, tuple]:
+    """(weights, tower): a frozen tower apart from the weights of `written`."""
+    if settings.vision is None or settings.vision.trained:
+        return params, ()
+    return {name: x for name, x in params.items() if name != "vision"}, (params["vision"],)
+
+
+def over_tower(score: Callable) -> Callable:
+    """Turns `score(params, batch, *more)` into `f(params, batch, tower, *more)`, whose tower gets no gradient."""
+    return lambda params, batch, tower, *more: score({**params, "vision": tower}, batch, *more)
 
 
 def _quantised(params, table: param.Table, adapters: Lora, mesh):
@@ -99,12 +128,20 @@ def _quantised(params, table: param.Table, adapters: Lora, mesh):
     return jax.jit(narrow, out_shardings=rules.of_quantised(jax.eval_shape(narrow, params), table, mesh))(params)
 
 
-def copy(settings, params, dtype: str | None):
-    """A copy of a model's weights that is not trained, with the matrices that all families cast in the given dtype, or
-    their own: it scores as they do."""
-    table = models.table(settings)
+def reference(own: Learner, params, score: Callable, dtype: str | None) -> tuple[Any, Callable]:
+    """(weights, scores(weights, batch)) of the model before it is trained: the one under adapters, or a copy with the
+    matrices that all families cast in the given dtype, or their own, which scores as they do.
+
+    Args:
+      params: the weights that `make` got.
+      score: `score(params, microbatch)` of the whole model.
+    """
+    if own.adapters:
+        base = step.make_scores(over_tower(score) if own.tower else score)
+        return own.frozen[0], lambda weights, batch: base(weights, batch, *own.tower)
     narrow = lambda leaf, x: jnp.array(x, dtype or x.dtype if optim.copied(leaf) else x.dtype, copy=True)
-    return param.tree_map(narrow, table, params)
+    copied = param.tree_map(narrow, models.table(own.written), _apart(own.settings, params)[0])
+    return copied, lambda weights, batch: own.scores(weights, batch, *own.frozen)
 
 
 def dtype(adapters: Lora) -> str | None:
@@ -135,9 +172,14 @@ def train_step(own: Learner, batch):
 
 
 def weights(own: Learner, state: step.State | None = None):
-    """The full model's weights as `adapters.hf` expects them; adapters are joined with their base weights."""
+    """The weights of `own.written` as `adapters.hf` expects them; adapters are joined with their base weights."""
     params = (state or own.state).params
     return lora.join(own.frozen[0], params, own.adapters) if own.adapters else params
+
+
+def whole(own: Learner):
+    """The weights of `own.settings`, with the tower, frozen or not."""
+    return {**weights(own), **({"vision": own.tower[0]} if own.tower else {})}
 
 
 def export(own: Learner, out, *, tokenizer, base: str):
@@ -157,4 +199,4 @@ def _export(own: Learner, out, tokenizer, base: str):
     state = replace(own.state, params=optim.averaged(own.state.params, own.state.opt_state))
     if own.adapters:
         peft.save(out / "adapter", own.settings, state.params, own.adapters, base=base)
-    return hf.save(out / "model", own.settings, weights(own, state), tokenizer=tokenizer)
+    return hf.save(out / "model", own.written, weights(own, state), tokenizer=tokenizer)

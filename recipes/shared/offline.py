@@ -7,13 +7,14 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from areax.adapters import hf, orbax, tokenizer
+from areax.adapters import hf, orbax
 from areax.adapters.data import chat_sft
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import progress, run_dir, sinks
@@ -33,37 +34,55 @@ from areax.recipes.shared import (
     rows,
     sources,
     terminal,
+    vision,
 )
 from areax.recipes.shared.learner import Learner, train_step
+from areax.rollout.chat import images
 from areax.rollout.scheduling.mixture import Mixture
-from areax.rollout.types import Sample, demonstration, supervised
+from areax.rollout.types import Sample
 
 
-def demonstrations(tokens, learn: chat_sft.Learn) -> Callable[[dict], Sample]:
-    """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once."""
+def demonstrations(
+    tokens, learn: chat_sft.Learn, processor: images.Processor | None = None
+) -> Callable[[dict], Sample]:
+    """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once, except those
+    with images, which are read each time.
+
+    Args:
+      processor: of a model that reads images; None = rows with images are refused.
+    """
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(row: str) -> Sample:
-        return demonstration(*chat_sft.demonstration(tokens, json.loads(row), learn))
+        return chat_sft.demonstration(tokens, json.loads(row), learn, processor)
 
     def made(row: dict) -> Sample:
         if row.get("completion") is None and not row.get("messages"):
             raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
+        if images.of_row(row):
+            return chat_sft.demonstration(tokens, row, learn, processor)
         return sample(json.dumps({name: row[name] for name in ("messages", "prompt", "completion") if name in row}))
 
     return made
 
 
-def sampler(tokens) -> Callable[[dict, str], Sample]:
+def sampler(tokens, processor: images.Processor | None = None) -> Callable[[dict, str], Sample]:
     """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt; repeated texts are
-    tokenised once."""
+    tokenised once; `processor` as in `demonstrations`."""
+
+    def fresh(asked: dict, completion: str) -> Sample:
+        return chat_sft.demonstration(tokens, {**asked, "completion": completion}, processor=processor)
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(prompt: str, completion: str) -> Sample:
-        return supervised(*tokenizer.supervised(tokens, {**json.loads(prompt), "completion": completion}))
+        return fresh(json.loads(prompt), completion)
 
-    asked = lambda row: {name: row[name] for name in ("messages", "prompt") if row.get(name) not in (None, [])}
-    return lambda row, completion: sample(json.dumps(asked(row)), completion)
+    def made(row: dict, completion: str) -> Sample:
+        fields = ("messages", "prompt", *(images.FIELDS if images.of_row(row) else ()))
+        asked = {name: row[name] for name in fields if row.get(name) not in (None, [])}
+        return fresh(asked, completion) if images.of_row(row) else sample(json.dumps(asked), completion)
+
+    return made
 
 
 def run(train: Callable, config) -> dict:
@@ -88,9 +107,11 @@ def read(
     *,
     check: Callable = lambda row: None,
     given: Any = None,
-) -> tuple[sources.Order, Sequence[dict]]:
+) -> tuple[Any, sources.Order, Sequence[dict]]:
     """Reads the rows of `config.data` and `config.heldout`, and makes each one's samples once: they must fit in
     `config.length` tokens, or are left out if `config.too_long` is "drop".
+
+    Returns `config` with `vision` as the rows decide, and the rows.
 
     All processes of a job must have the same.
 
@@ -103,10 +124,13 @@ def read(
     common.check_microbatch(config.model, config.rows, config.length)
     common.check_balance(config.model, config.balance)
     vocabulary = hf.read_config(hub.folder(config.model)).vocab
+    seen = False  # images
 
     def fits(row: dict) -> str | None:
+        nonlocal seen
         check(row)
         made = samples([row])
+        seen = seen or any(sample.images for sample in made)
         for sample in made:
             rows.check_vocabulary(sample.tokens, vocabulary)
         n = max(len(sample.tokens) for sample in made)
@@ -124,7 +148,7 @@ def read(
         config.heldout, config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet
     ) if config.heldout else []  # fmt: skip
     processes.same("options and rows", config, sources.sampled(train), sources.some(heldout))
-    return train, heldout
+    return replace(config, vision=vision.decided(config.vision, seen)), train, heldout
 
 
 def completion(recipe: str, row: dict) -> str:
@@ -154,7 +178,8 @@ def fit(
 
     Args:
       kind: the recipe, `kind` of the lines in metrics.jsonl; a state of another recipe is refused.
-      config: model, out, steps, batch, length, rows, save_every, save_minutes, evaluate_every, track and seed are read.
+      config: model, out, steps, batch, length, rows, run, save_every, save_minutes, evaluate_every, track and seed are
+        read.
       prompts: the rows to train on by ordinal.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
@@ -162,11 +187,13 @@ def fit(
     """
     out = Path(config.out)
     size = 0  # rows of a microbatch, once samples are there
+    reading = vision.reader(config.model, own.settings, learner.computed(config.run).dtype, mesh)
 
     def pack(made: Sequence[Sample]) -> Batch:
         nonlocal size
         size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
-        return packing.pack(made, config.length, rows=size)
+        [batch] = vision.attach(reading, [packing.pack(made, config.length, rows=size)], [vision.of(made)])
+        return batch
 
     said = terminal.Terminal(kind)
     prepare, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)

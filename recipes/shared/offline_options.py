@@ -14,6 +14,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import profiling, ranges
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
+from areax.recipes.shared.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Options:
         and prints how many.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
+      vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
+        rows have images.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; fewer than there are = the first ones.
@@ -67,6 +70,7 @@ class Options:
     too_long: Literal["refuse", "drop"] = "refuse"
     rows: Rows = "auto"
     optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
+    vision: Vision = "auto"
     lora: Lora = Lora()
     balance: Balance = Balance()
     run: models.Run = models.Run()
@@ -88,6 +92,7 @@ class Options:
             *ranges.schedule(self.optim, self.steps),
             *ranges.moved_bias(self.balance, self.lora),
             *ranges.narrow_adapters(self.optim, self.lora),
+            *ranges.towers(self.vision, self.optim, self.lora),
         ):
             raise ValueError(reason)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)

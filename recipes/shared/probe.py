@@ -13,17 +13,19 @@ from areax.models import lora
 from areax.parallel import batches
 from areax.parallel.mesh import BATCH
 from areax.recipes.shared import learner
-from areax.rollout.chat import template
+from areax.rollout.chat import images, template
 from areax.rollout.types import Sample
 
 TOKENS = 64  # largest length of the prompt
 
 
 def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
-    """The first prompts, one after the other, up to TOKENS; () where rows have no clear prompt or one token."""
+    """The first prompts, one after the other, up to TOKENS; () where rows have no clear prompt, images, or
+    one token."""
     ids: list[int] = []
     for row in rows:
-        if bool(row.get("messages")) == isinstance(row.get("prompt"), str) or len(ids) >= TOKENS:
+        unclear = bool(row.get("messages")) == isinstance(row.get("prompt"), str)
+        if unclear or images.of_row(row) or len(ids) >= TOKENS:
             break
         ids += template.prompt(tokens, row)
     ids = ids[: min(TOKENS, length)]
@@ -35,7 +37,7 @@ def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> C
 
     All processes of the job must call f together.
     """
-    score = functools.partial(models.score, config=policy.settings, run=learner.computed(run), temperature=1.0)
+    score = functools.partial(models.score, config=policy.written, run=learner.computed(run), temperature=1.0)
     scores = step.make_scores(lora.over_base(score, policy.adapters) if policy.adapters else score)
     rows, cp = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape["cp"]
 

@@ -73,9 +73,9 @@ async def opened(
       run_on_all: calls a function in all processes of the job (`lockstep.leader`).
       run: id of the run, which `--published` then belongs to.
     """
-    settings = policy.settings
+    settings = policy.written
     if options.serve.inside:
-        first = lambda: in_memory(settings, start, learner.weights(policy))
+        first = lambda: in_memory(policy.settings, start, learner.whole(policy))
         yield WeightSync(settings, options.push, run_on_all, Path(model), first=first, policy=policy)
         return
     adapters = await by_name(policy, options)
@@ -102,7 +102,7 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
     if sync.policy:
         [server] = fleet.servers
         assert server.prepare
-        label, weights = in_memory(sync.settings, v, learner.weights(sync.policy))
+        label, weights = in_memory(sync.settings, v, learner.weights(sync.policy))  # a frozen tower is there
         arrays = server.prepare(label, weights)
         return functools.partial(push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe())
     root, write = sync.root, sync.write
@@ -151,7 +151,7 @@ def folder(published: str, policy: Learner, run: str, start: int) -> Iterator[Pa
       ValueError: the folder belongs to another run, or holds other files.
     """
     if not published:
-        size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy))) + passed.size(policy.settings)
+        size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy))) + passed.size(policy.written)
         with folders.scratch(store.choose_root(size), "weights") as root:
             yield root
         return
@@ -187,14 +187,14 @@ async def by_name(policy: Learner, options: Serving) -> Lora | None:
 
 def publish_base(policy: Learner, root: Path, tokens) -> Path:
     """Publishes the base model, which servers start from and adapters name; all processes must call it."""
-    return hf.write_published(root / BASE, 0, policy.settings, policy.frozen[0], tokenizer=tokens)
+    return hf.write_published(root / BASE, 0, policy.written, policy.frozen[0], tokenizer=tokens)
 
 
 def host_copy(policy: Learner, adapters: Lora | None):
     """Copies the weights of a version to numpy arrays; all processes must call it."""
     if adapters:
         return peft.host_copy(policy.settings, policy.state.params, adapters)
-    return hf.host_copy(policy.settings, learner.weights(policy))
+    return hf.host_copy(policy.written, learner.weights(policy))
 
 
 def writer(
@@ -219,7 +219,7 @@ def writer(
 
         def write(v, host):
             like = next(filter(Path.is_dir, last), None)
-            last[:] = [hf.write_published(root, v, policy.settings, host, tokenizer=tokens, like=like)]
+            last[:] = [hf.write_published(root, v, policy.written, host, tokenizer=tokens, like=like)]
             return last[0]
 
     return lambda v, host: root / str(v) if root / str(v) in written else write(v, host)

@@ -67,6 +67,17 @@ def narrow_adapters(optim: Optimizer, lora: Lora) -> Iterator[str]:
             )
 
 
+def towers(vision: str, optim: Optimizer, lora: Lora) -> Iterator[str]:
+    """Why a vision tower cannot train, one sentence each."""
+    if vision == "trained" and lora.rank:
+        yield (
+            f"--vision trained trains all of the tower, and --lora.rank {lora.rank} adapters of the text model alone; "
+            "leave out one of them"
+        )
+    if optim.vision_lr and vision != "trained":
+        yield f"--optim.vision-lr {optim.vision_lr:g} is for a tower in training, --vision trained, got {vision}"
+
+
 def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:
     """Why the router's bias cannot move, if it is under adapters: it is a weight of the base, and in no adapter's file.
 

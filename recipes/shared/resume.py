@@ -14,7 +14,7 @@ from areax.parallel.multihost import processes
 from areax.recipes.shared import sources
 
 # Options that the form of a state depends on: the weights, the optimisers' states, and a critic or a moving reference.
-SHAPING = "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets"
+SHAPING = "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets", "vision"
 OPTIMISERS = "optim", "critic.optim"
 OPTIMISERS_SHAPING = "name", "state", "weights", "offload"
 PRESENCE = "ema", "momentum", "reference-every"  # by being 0 or not

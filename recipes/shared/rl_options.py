@@ -19,6 +19,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
+from areax.recipes.shared.vision import Vision
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
 from areax.rollout.scheduling.curriculum import Curriculum
@@ -127,6 +128,8 @@ class Training:
         CPU.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
+      vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
+        rows have images. Say "frozen" if a workflow makes them.
       lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights.
       critic: for objectives that have one, such as PPO.
       balance: load balancing of mixture-of-experts models.
@@ -147,6 +150,7 @@ class Training:
     epochs: int = 1
     objective: losses.Policy = losses.GRPO()
     optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
+    vision: Vision = "auto"
     lora: Lora = Lora()
     critic: CriticOptions = CriticOptions()
     balance: Balance = Balance()
@@ -377,6 +381,7 @@ def _training_conflicts(config: Any) -> Iterator[str]:
     yield from ranges.schedule(training.optim, updates * training.epochs)
     yield from ranges.moved_bias(training.balance, training.lora)
     yield from ranges.narrow_adapters(training.optim, training.lora)
+    yield from ranges.towers(training.vision, training.optim, training.lora)
     if training.offload_reference and (not training.objective.needs_reference or training.lora.rank):
         yield (
             "--offload-reference needs a reference with weights of its own, which --objective.kl.coef above 0 has and "

@@ -15,6 +15,7 @@ from areax.adapters.command_line.options import json_object
 from areax.recipes.shared import evaluation
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
+from areax.rollout.chat import images
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
 from areax.rollout.types import Generate, Sample, Workflow
@@ -51,13 +52,14 @@ def check_keys(serving: Serving, training: Training) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(
-    reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool,
-    sampled: bool = False,
+    reward: str, options: Rewards, rollout: Rollout, training: Training, tokens,
+    processor: images.Processor | None = None, *, vocabulary: int, greedy: bool, sampled: bool = False,
 ) -> AsyncIterator[Episodes]:  # fmt: skip
     """Sets up the run's episodes, with reward workers and teacher connections, which are closed at the end.
 
     Args:
       reward: `module:function` or `file.py:function`.
+      processor: of a model that reads images; None = text alone.
       vocabulary: size of the policy's vocabulary.
       greedy, sampled: whether these workflows are needed.
     """
@@ -70,7 +72,7 @@ async def opened(
             )
         )  # fmt: skip
         bind = functools.partial(
-            resolve.bind, rollout.workflow, tokenizer=tokens, reward=pool, agent=rollout.agent,
+            resolve.bind, rollout.workflow, tokenizer=tokens, processor=processor, reward=pool, agent=rollout.agent,
             options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
         train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)

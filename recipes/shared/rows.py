@@ -9,7 +9,7 @@ import numpy as np
 from areax.adapters.data import datasets, formats
 from areax.adapters.tracking import progress
 from areax.rollout import object_path, workflows
-from areax.rollout.chat import template
+from areax.rollout.chat import images, template
 from areax.rollout.workflows import multi_turn, resolve
 
 Bad = Literal["stop", "skip"]
@@ -131,13 +131,15 @@ def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
 
 
 def prompts(
-    tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: int = 0, context: int = 0, new: int = 0
-) -> Check:
+    tokens, workflow: str, processor: images.Processor | None = None, *, most: int = 0, room: int = 0,
+    vocabulary: int = 0, context: int = 0, new: int = 0,
+) -> Check:  # fmt: skip
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
     Rows of workflows that read other fields than "prompt" or "messages" are not checked.
 
     Args:
+      processor: of a model that reads images; None = rows with images are refused.
       most: longest prompt in tokens; a longer one is left out; 0 = no limit.
       room: longest sequence in tokens, prompt and completion; 0 = unknown.
       vocabulary: size of the model's vocabulary; 0 = unknown.
@@ -149,7 +151,7 @@ def prompts(
     def check(row: dict) -> str | None:
         if not prompted and not most:
             return None
-        ids = template.prompt(tokens, row)
+        ids = template.prompted(tokens, row, processor).tokens
         n = len(ids)
         if not n:
             raise ValueError("the prompt must have at least one token, got none")

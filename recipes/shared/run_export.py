@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areax import models
-from areax.adapters import hf, orbax, peft
+from areax.adapters import hf, orbax, peft, safetensors
 from areax.adapters.commands import merge as merging
 from areax.adapters.commands.files import AS_SOURCE, Files, check_new, report
 from areax.adapters.runtime import hub
@@ -15,7 +15,7 @@ from areax.adapters.tracking import run_dir
 from areax.core import losses, param
 from areax.models import lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import common, score_head
+from areax.recipes.shared import common, learner, score_head
 
 AVERAGE = "average"  # of `optim.AverageState`
 SCORED = {field.name for field in dataclasses.fields(losses.RewardModel)}
@@ -65,7 +65,7 @@ def convert(
             path = peft.save(destination, settings, params, spec, base=base or options["model"])
         else:
             if merge:
-                params = merging.joined(settings, _base(options, model, table), params, spec)
+                params = merging.joined(settings, _base(options, model, settings), params, spec)
             path = files.save(destination, settings, params, tokenizer=tokens)
     return report(run, path) | {"step": step}
 
@@ -85,19 +85,20 @@ def _start(run: Path, options: Mapping[str, Any], kind: str | None, base: str | 
             f"{run / run_dir.CONFIG}: needs the option model, got {named!r}; is this a run of areax train?"
         )
     fresh = options.get("init") == "random"
+    vision: Any = run_dir.option(options, "vision") or "auto"
     scored = kind == "preference" and _given(options, "objective").keys() == SCORED
     try:
         model = hub.folder(named, weights=not fresh)
         if fresh:
             config = models.text_only(hf.read_config(model))
         else:
-            config = hf.loaded_config(model, hf.HEADS if scored else ())
+            config = common.with_tower(hf.loaded_config(model, hf.HEADS if scored else (), vision != "auto"), vision)
         tokens = common.open_tokenizer(named, run_dir.option(options, "chat_template_kwargs") or "")
     except ValueError as error:
         raise ValueError(
             f"{run}: needs the model that the run started from, {named} ({error}); put it back, or name it with --base"
         ) from error
-    return (score_head.settings(config, tokens) if scored else config), tokens, model
+    return (score_head.settings(config, tokens) if scored else learner.written(config)), tokens, model
 
 
 def _params(table: param.Table, arrays: Mapping[str, hf.Deferred], where: str, prefix: str):
@@ -118,8 +119,8 @@ def _params(table: param.Table, arrays: Mapping[str, hf.Deferred], where: str, p
     return param.tree_map(one, table)
 
 
-def _base(options: Mapping[str, Any], model: str, table: param.Table):
+def _base(options: Mapping[str, Any], model: str, settings):
     """The weights under adapters: as they are in files, or drawn as the run drew them."""
     if options.get("init") == "random":
-        return common.draw(table, options.get("seed", 0), common.open_mesh(Layout(), rows=1, length=1))
-    return hf.mapped(model, dtype=None)[1]
+        return common.draw(models.table(settings), options.get("seed", 0), common.open_mesh(Layout(), rows=1, length=1))
+    return hf.mapped_tensors(settings, safetensors.read(model), model, None)[1]

@@ -13,6 +13,7 @@ import xxhash
 
 from areax.adapters.data import datasets, formats
 from areax.adapters.tracking import progress
+from areax.parallel.multihost import processes
 from areax.recipes.shared import evaluation, many_rows, rows
 from areax.recipes.shared.rows import Bad, Check
 from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, EasyFirst, Prompts, ordered
@@ -127,7 +128,7 @@ def identity(order: Order) -> dict[str, Any]:
     if not isinstance(order, Stream):
         owns = order.contents if isinstance(order, Mixture) else [order.rows]
         seen = [own[i] for own in owns for i in many_rows.spread(len(own), SOME)]
-        content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=str).encode())
+        content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=processes.shown).encode())
     return {"rows": order.size, "order": order.order, "content": content}
 
 
@@ -168,8 +169,8 @@ def _shown(order: list) -> str:
 def _ordered(own: Sequence[dict], spec: Curriculum, seed: int) -> Prompts | EasyFirst | Adaptive:
     if spec.order != "shuffled" and not isinstance(own, list):
         raise ValueError(
-            f"--curriculum.order {spec.order} needs rows in memory, at most {datasets.MANY:,}, got {len(own):,}; use "
-            "order shuffled or --limit"
+            f"--curriculum.order {spec.order} needs rows in memory, at most {datasets.MANY:,} and 1 GiB, got "
+            f"{len(own):,} rows; use order shuffled or --limit"
         )
     return ordered(own, spec, seed)
 
@@ -190,7 +191,7 @@ def _given(
             raise ValueError(f"--curriculum.order {spec.order} needs rows in memory, got {type(given).__name__}")
         return _stream(given, row, limit, check, bad, recognise, quiet)
     records = datasets.given(given, limit or None)
-    if len(records) > datasets.MANY:
+    if len(records) > datasets.MANY or (not limit and datasets.large(given)):
         over = many_rows.over(records, "rows", row, check=check, bad=bad, recognise=recognise, quiet=quiet)
         return _ordered(over, spec, seed)
     refused: list[ValueError] = []

@@ -1,7 +1,7 @@
 """The training side of reinforcement learning: groups of samples in, optimiser steps, metrics out."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, learner, microbatch, terminal
+from areax.recipes.shared import common, describe, learner, microbatch, terminal, vision
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -39,6 +39,7 @@ class Trainer:
     Attributes:
       version: batches consumed.
       rows: packed rows per microbatch.
+      reading: of images, for a model with a vision tower.
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
       checked: whether a step in microbatches of `rows` rows is known to fit the devices, or `options` say how many.
@@ -49,6 +50,7 @@ class Trainer:
     mesh: jax.sharding.Mesh
     policy: Learner
     rows: int
+    reading: vision.Reader | None = None
     critic: Learner | None = None
     shuffle_seed: int | None = None
     reference: FrozenModel | None = None
@@ -73,8 +75,7 @@ def build(
       shuffle_rewards: see `rl_options.Rewards`.
     """
     mesh = common.open_mesh(options.mesh, rows=rows, length=options.length)
-    load = lambda dtype: common.open_model(model, init, seed, mesh, dtype)
-    settings, params = load(learner.dtype(options.lora))
+    settings, params = common.open_model(model, init, seed, mesh, learner.dtype(options.lora), options.vision)
     run = learner.computed(options.run)
     score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
     updates_per_batch = options.minibatches * options.epochs
@@ -82,7 +83,7 @@ def build(
     if options.objective.needs_values:
         critic = _critic(options.critic, settings, params, run, mesh, steps * updates_per_batch)
         warmup = options.critic.warmup
-    teacher = _teacher(options.teacher, model, run, mesh, temperature) if options.teacher else None
+    teacher = _teacher(options.teacher, model, settings, run, mesh, temperature) if options.teacher else None
     objective: Any = options.objective
     policy_score = score
     frozen = (teacher.params,) if teacher and options.distill_coef else ()
@@ -97,24 +98,29 @@ def build(
         dtype=run.dtype, balance=options.balance, adapters=options.lora, frozen=frozen,
         plain=lambda params, batch, *_: score(params, batch), seed=seed,
     )  # fmt: skip
+    reading = vision.reader(model, settings, run.dtype, mesh)
     trainer = Trainer(
-        options, mesh, policy, rows, critic, shuffle_seed=seed if shuffle_rewards else None,
+        options, mesh, policy, rows, reading, critic, shuffle_seed=seed if shuffle_rewards else None,
         teacher=teacher if options.objective.advantage.teacher else None,
     )  # fmt: skip
-    if options.objective.needs_reference and policy.adapters:  # the model without its adapters
-        trainer.reference = FrozenModel(settings, policy.frozen[0], step.make_scores(score))
-    elif options.objective.needs_reference:
+    if options.objective.needs_reference:
         # Parts of a step towards the policy would be lost in bf16.
         dtype = run.dtype if options.reference_mix == 1 else "float32"
-        reference = FrozenModel(settings, learner.copy(settings, params, dtype), policy.scores)
-        trainer.reference = offloaded(trainer, reference)
+        reference = FrozenModel(settings, *learner.reference(policy, params, score, dtype))
+        trainer.reference = reference if policy.adapters else offloaded(trainer, reference)
     if options.objective.kl.target:
         trainer.control["kl_coef"] = options.objective.kl.coef
     return trainer
 
 
 def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, updates: int) -> Learner:
-    """Builds a critic: the backbone with a scalar head in place of the output head; a new head is all zeros."""
+    """Builds a critic: the backbone with a scalar head in place of the output head; a new head is all zeros. A frozen
+    vision tower is the policy's."""
+    if options.model and settings.vision:
+        raise ValueError(
+            f"--critic.model {options.model}: reads no images, as the policy does; leave it out, and the critic starts "
+            "as the policy"
+        )
     if options.model:
         vocab = settings.vocab
         path = hub.folder(options.model, weights=True)
@@ -126,7 +132,12 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
             )
     settings = replace(settings, tied=True, value_head=True)
     shardings = rules.of_params(models.table(settings), mesh)
-    own = {name: jax.tree.map(_own, x) for name, x in params.items() if name != "head"}
+    shared = settings.vision is not None and not settings.vision.trained
+    own = {
+        name: x if name == "vision" and shared else jax.tree.map(_own, x)
+        for name, x in params.items()
+        if name != "head"
+    }
     if "score" not in own:
         own["score"] = jax.jit(lambda: jnp.zeros((1, settings.embed)), out_shardings=shardings["score"])()
     # Routed experts recorded in the batch are the policy's, not the critic's.
@@ -141,8 +152,8 @@ def _own(x):
     return jnp.array(x, jnp.float32, copy=True)
 
 
-def _teacher(directory: str, student: str, run: models.Run, mesh, temperature: float) -> FrozenModel:
-    settings, params = common.open_teacher(directory, tokenizer.load(student), run, mesh)
+def _teacher(directory: str, model: str, student, run: models.Run, mesh, temperature: float) -> FrozenModel:
+    settings, params = common.open_teacher(directory, tokenizer.load(model), run, mesh, student.vision)
     score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
     one = lambda params, batch: score(params, batch.without("routed_experts"))
     return FrozenModel(settings, params, step.make_scores(one))
@@ -187,6 +198,8 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
         groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
     size = len(groups) // options.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
+    cleaned = [vision.without_drawn(part, trainer.reading) for part in samples]
+    samples, drawn = [part for part, _ in cleaned], sum(count for _, count in cleaned)
     needs = options.objective.advantage.needs
     scalars = {**trainer.control}
     if options.objective.correction.proximal == "interpolate":
@@ -194,10 +207,12 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     learnt = None
     while learnt is None:
         batches = [packing.pack(part, options.length, rows=trainer.rows, components=needs) for part in samples]
-        learnt = (run or functools.partial(train_packed, trainer))(batches, scalars)
+        learnt = (run or functools.partial(train_packed, trainer))(batches, scalars, [*map(vision.of, samples)])
     report, scored = learnt
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
+    if trainer.reading:
+        values |= {"images": sum(len(s.images) for s in flat), "image_tokens_drawn": drawn}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
         values["effective_samples"] = float(report["effective_fraction"].sum) / options.epochs
     logps: list = [None] * len(flat)
@@ -211,13 +226,17 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     return {**values, "groups": [traced]}
 
 
-def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, float]) -> tuple[dict, list] | None:
+def train_packed(
+    trainer: Trainer, batches: list[Batch], scalars: dict[str, float], seen: Sequence[vision.Images] = ()
+) -> tuple[dict, list] | None:
     """The part of `train_on_batch` that every process of a job runs, with the same arrays; returns as `learn`.
 
     Args:
       batches: packed minibatches [M, B, T] on the host.
       scalars: values for `Batch.scalars`.
+      seen: the images of the samples of each batch; () = none. Each process makes the tower's arrays of them by itself.
     """
+    batches = vision.attach(trainer.reading, batches, seen or [()] * len(batches))
     if scalars:
         batches = [batch.with_scalars(**scalars) for batch in batches]
     with jax.set_mesh(trainer.mesh):
@@ -260,7 +279,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
         if not critic or trainer.version >= options.critic.warmup:
             policy.state, new = policy.step(policy.state, batch, *policy.frozen)
         if critic:
-            critic.state, of_critic = critic.step(critic.state, critic.prepare(batch))
+            critic.state, of_critic = critic.step(critic.state, critic.prepare(batch), *critic.frozen)
             new = new | {
                 name if name.startswith(("value", "return", "moment")) else f"critic_{name}": x
                 for name, x in of_critic.items()

@@ -16,8 +16,8 @@ import xxhash
 
 from .. import rewards
 from ..errors import ServerError
-from ..types import Completion, Generate, Sample, Sampling
-from . import template, trajectory
+from ..types import Completion, Generate, Image, Sample, Sampling
+from . import images, template, trajectory
 from .detokenizer import Reader
 from .parsers import Answer, decoder
 from .trajectory import Interaction
@@ -34,11 +34,19 @@ class Session:
       failure: the last error of a generation server, which the agent may have handled or masked.
     """
 
-    def __init__(self, generate: Generate, tokenizer: Any, *, sampling: Sampling | None = None):
+    def __init__(
+        self,
+        generate: Generate,
+        tokenizer: Any,
+        processor: images.Processor | None = None,
+        *,
+        sampling: Sampling | None = None,
+    ):
         """
         Args:
           generate: as `Fleet.generate`; the tokens it returns are those trained on.
           tokenizer: a Hugging Face tokenizer.
+          processor: of a model that reads images; None = messages with images are refused.
           sampling: sampling parameters that override the agent's, who may only lower max_new_tokens and add stop
             strings or a json_schema; None = the agent's.
         """
@@ -46,6 +54,7 @@ class Session:
         self.interactions: list[Interaction] = []
         self.failure: ServerError | None = None
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        self._processor = processor
         self._decode = decoder(tokenizer)
         self._ends: dict[str, list[Interaction]] = {}  # by key of the conversation that they end, newest first
 
@@ -62,18 +71,18 @@ class Session:
         """Samples the policy's next answer in a conversation.
 
         Args:
-          messages, tools: in OpenAI's format, contents as text.
+          messages, tools: in OpenAI's format; contents are texts, or lists of parts with images (`chat/images.py`).
           template: variables of the chat template, such as `enable_thinking`.
           parse: parses the answer's text.
           on_text: called with pieces of the text as they are sampled.
           sampling: as for `Fleet.generate`; `stop` strings are not part of the text.
 
         Raises:
-          ValueError: the template refuses the messages, or the server the request.
+          ValueError: the template refuses the messages, an image cannot be read, or the server refuses the request.
           ServerError: the server failed.
         """
         given = messages, tools, dict(template or {}), self._temperature(sampling)
-        long = sum(len(message.get("content") or "") + 100 for message in messages) > LONG
+        long = images.within(messages) or sum(len(message.get("content") or "") + 100 for message in messages) > LONG
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
         await self._sample(interaction, parse, on_text, sampling)
         self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
@@ -83,7 +92,9 @@ class Session:
         self, prompt: Sequence[int], *, on_text: Callable[[str], None] | None = None, **sampling
     ) -> Interaction:
         """Samples a continuation of a list of tokens, independent of any conversation."""
-        interaction = Interaction(prompt=tuple(prompt), temperature=self._temperature(sampling))
+        if self._processor:
+            self._processor.expanded(prompt, ())  # refuses the image token
+        interaction = Interaction(prompt=tuple(prompt), written=tuple(prompt), temperature=self._temperature(sampling))
         await self._sample(interaction, Answer, on_text, sampling)
         return interaction
 
@@ -104,7 +115,7 @@ class Session:
 
     def samples(self, *, style: trajectory.Style = "leaves", discount: float = 1.0, **fields) -> list[Sample]:
         """Converts the episode to rows of training data (`trajectory.samples`), each with `fields` in its info."""
-        decode = lambda tokens: self._tokenizer.decode(tokens.tolist())
+        decode = lambda tokens: self._tokenizer.decode(self._shown(tokens.tolist()))
         return [
             row.replace(
                 info={**row.info, **fields, "prompt": decode(row.tokens[:start]), "text": decode(row.tokens[start:])}
@@ -113,9 +124,17 @@ class Session:
             for start in [int(row.mask.argmax())]
         ]
 
+    def _shown(self, tokens: list[int]) -> list[int]:
+        """Tokens with one for each image."""
+        image = self._processor.token if self._processor else None
+        return [
+            token for before, token in zip([None, *tokens], tokens, strict=False) if token != image or before != image
+        ]
+
     def _asked(self, messages, tools, options, temperature) -> Interaction:
         """Makes the interaction to be sampled, linked to the one that it continues."""
-        parent, rest = None, list(messages)
+        messages = images.read(messages, self._processor)
+        parent, rest = None, messages
         keys = _keys(messages)
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") == "assistant" and keys[end - 1] in self._ends:
@@ -124,16 +143,25 @@ class Session:
                 rest = [*parent.conversation, *messages[end:]]
                 break
         now = template.render(self._tokenizer, rest, tools, options, ask=True)
-        tokens = self._extended(parent, now, temperature) if parent else None
+        added = self._added(parent, now, temperature) if parent else None
+        begun = parent if added is not None else None
+        new = written = template.encode(self._tokenizer, now) if added is None else added
+        seen = images.of(rest)
+        if self._processor:
+            new = self._processor.expanded(written, seen[len(begun.images) if begun else 0 :])
         return Interaction(
-            parent=parent, extends=tokens is not None, messages=tuple(rest), tools=tuple(tools), template=options,
-            before=now, prompt=tuple(tokens or template.encode(self._tokenizer, now)), temperature=temperature,
+            parent=parent, extends=begun is not None, messages=tuple(rest), tools=tuple(tools), template=options,
+            before=now, prompt=(*(begun.tokens if begun else ()), *new),
+            written=(*(begun.spoken if begun else ()), *written), images=seen, temperature=temperature,
         )  # fmt: skip
 
-    def _extended(self, parent: Interaction, now: str, temperature: float) -> list[int] | None:
-        """The parent's tokens followed by those of the text that `now` appends; None if it does not extend them."""
-        tokens = list(parent.tokens)
+    def _added(self, parent: Interaction, now: str, temperature: float) -> list[int] | None:
+        """The tokens of the text that `now` appends to the parent's, an image each one; None if it does not extend
+        them."""
+        tokens = list(parent.spoken)
         if parent.temperature != temperature or not parent.completion.tokens:  # a row has one temperature
+            return None
+        if self._processor and self._processor.token in parent.completion.tokens:  # it would stand for a feature
             return None
         answer, tokenizer, end = parent.answer, self._tokenizer, template.closing(self._tokenizer)
         closing = template.after(tokenizer, tokens[-1], end) if parent.completion.finish == "stop" else end
@@ -144,7 +172,7 @@ class Session:
             spoken = template.render(tokenizer, parent.conversation, parent.tools, parent.template, ask=False)
             parts = (answer.reasoning, answer.content)
             added = template.continuation(parent.before, spoken, now, texts=parts, closing=end)
-        return None if added is None else [*tokens, *template.encode(tokenizer, closing + added)]
+        return None if added is None else template.encode(tokenizer, closing + added)
 
     def context(self, x: Interaction) -> dict[str, Any]:
         """The context of an answer that a reward may use, besides its text and the row (`rewards.Pool`)."""
@@ -165,7 +193,8 @@ class Session:
                 **{name: sampling[name] for name in ("json_schema",) if name in sampling},
             }
         reader = _Reader(self._decode, sampling.get("stop", ()), on_text)
-        more = {"on_tokens": reader.sampled} if on_text else {}
+        more: dict[str, Any] = {"on_tokens": reader.sampled} if on_text else {}
+        more |= {"images": x.images} if x.images else {}
         try:
             x.completion = await self._generate(list(x.prompt), **sampling, **more)
         except ServerError as error:
@@ -181,15 +210,19 @@ def _keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each message a key of the conversation up to it; equal keys mean the same conversation.
 
     Keys ignore reasoning, ids of calls, text next to calls and the formatting of arguments, because SDKs drop or
-    rewrite these.
+    rewrite these. Images count by their hash.
     """
     digest, keys = xxhash.xxh3_128(), []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         content = [[call["name"], _canonical(call["arguments"])] for call in calls] or message.get("content") or ""
-        digest.update(json.dumps([message.get("role"), content]).encode() + b"\n")
+        digest.update(json.dumps([message.get("role"), content], default=_hash).encode() + b"\n")
         keys.append(digest.hexdigest())
     return keys
+
+
+def _hash(image: Image) -> str:
+    return image.hash
 
 
 def _canonical(arguments: Any) -> str:

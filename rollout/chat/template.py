@@ -12,29 +12,58 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import object_path
+from ..types import Image
+from . import images
 
 Message = Mapping[str, Any]
 GENERATION = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # of transformers, unknown to Jinja
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
-    """Token ids of a row's prompt, the same wherever the row is used.
+    """Token ids of the prompt of a row without images, as `prompted`."""
+    return prompted(tokenizer, row).tokens
+
+
+class Prompt(NamedTuple):
+    """A row's prompt.
+
+    Attributes:
+      tokens: ids, for an image as many as it has features.
+      images: in the order of their tokens.
+      text: what they say, each image one token.
+    """
+
+    tokens: list[int]
+    images: tuple[Image, ...]
+    text: str
+
+
+def prompted(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor | None = None) -> Prompt:
+    """A row's prompt, the same wherever the row is used.
 
     The row's `conversation` is rendered with the chat template and a generation prompt; without a template a "prompt"
     is plain text to continue.
 
+    Args:
+      processor: of a model that reads images; None = a row with images is refused.
+
     Raises:
-      ValueError: the row has no unique prompt, the template refuses it, or the tokenizer has no token for some of it.
+      ValueError: the row has no unique prompt, the template refuses it, the tokenizer has no token for some of it, or
+        an image cannot be read or has no place in it.
     """
     messages = conversation(row)
     check(messages)
-    if not tokenizer.chat_template and row.get("prompt") is not None:
-        return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
-    ids = tokenizer.encode(render(tokenizer, messages, (), {}, ask=True), add_special_tokens=False)
-    return known(tokenizer, ids, *texts(messages))
+    messages = images.read(messages, processor)
+    seen = images.of(messages)
+    if not tokenizer.chat_template and row.get("prompt") is not None and not seen:
+        ids = known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
+        return Prompt(ids, (), tokenizer.decode(ids))
+    text = render(tokenizer, messages, (), {}, ask=True)
+    ids = known(tokenizer, tokenizer.encode(text, add_special_tokens=False), *texts(messages))
+    return Prompt(processor.expanded(ids, seen) if processor else ids, seen, text)
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -71,10 +100,11 @@ def _read(chat_template: str) -> frozenset[str]:
 
 
 def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A new list of the row's messages, or with its prompt as a user message.
+    """A new list of the row's messages, or with its prompt as a user message; images as `images.placed`.
 
     Raises:
-      ValueError: the row has neither, or both; the prompt is no text, or the messages are no list.
+      ValueError: the row has neither, or both; the prompt is no text, or the messages are no list; images and their
+        placeholders differ in number.
     """
     given = [name for name in ("prompt", "messages") if row.get(name) is not None]
     if len(given) != 1 or row[given[0]] == []:
@@ -84,9 +114,9 @@ def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     [name] = given
     value = row[name]
     if name == "prompt" and isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return images.placed([{"role": "user", "content": value}], images.given(row))
     if name == "messages" and isinstance(value, list):
-        return list(value)
+        return images.placed(value, images.given(row))
     raise ValueError(f"{name!r} must be {'a text' if name == 'prompt' else 'a list of messages'}, got {value!r:.80}")
 
 
@@ -122,7 +152,8 @@ def unicode(*texts: str) -> None:
 
 def texts(messages: Sequence[Message]) -> list[str]:
     """The texts of messages that a chat template renders, for `known`."""
-    return [str(message[field]) for message in messages for field in ("role", "content") if message.get(field)]
+    given = [message.get(field) for message in messages for field in ("role", "content")]
+    return [str(x) if not isinstance(x, list) else images.words(x) for x in given if x]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping, *, ask: bool) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..rewards import Score
-from ..types import Completion, Sample
+from ..types import Completion, Image, Sample
 from .parsers import Answer
 
 Style = Literal["leaves", "interactions"]
@@ -30,7 +30,9 @@ class Interaction:
       extends: its prompt begins with all of the parent's tokens.
       messages, tools, template: the request, in OpenAI's format; empty for a prompt of tokens.
       before: the prompt as text, rendered by the template.
-      prompt, temperature: the prompt's tokens, and the sampling temperature.
+      prompt, temperature: the prompt's tokens, an image as many as it has features, and the sampling temperature.
+      written: the prompt's tokens as the template writes them, an image one.
+      images: those of the prompt, in order.
       id: unique.
       completion: the sampled completion.
       text: the completion's text without its stop token or string; of special tokens only `parsers.MARKERS` are kept.
@@ -45,6 +47,8 @@ class Interaction:
     template: Mapping[str, Any] = field(default_factory=dict)
     before: str = field(default="", repr=False)
     prompt: tuple[int, ...]
+    written: tuple[int, ...] = field(default=(), repr=False)
+    images: tuple[Image, ...] = ()
     temperature: float
     id: str = ""
     completion: Completion = Completion([], [], [], "abort")
@@ -55,6 +59,11 @@ class Interaction:
     @property
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.completion.tokens)
+
+    @property
+    def spoken(self) -> tuple[int, ...]:
+        """As `tokens`, but of an image one."""
+        return (*self.written, *self.completion.tokens)
 
     @property
     def conversation(self) -> tuple[Any, ...]:
@@ -157,6 +166,7 @@ def _row(chain: Sequence[Interaction], trained: set[Interaction], reward: float,
     return Sample(
         tokens=tokens, mask=mask, logp=logp, version=version, turn=turn, temperature=leaf.temperature,
         rewards=tuple(rewards.items()), finish=leaf.completion.finish, arrays=routed,
+        images=leaf.images,
     )  # fmt: skip
 
 

@@ -1,18 +1,19 @@
 """Workflows: coroutines `workflow(generate, row)` that turn one row of data into a sample, several, or None.
 
-`generate(tokens, **sampling)` continues a list of tokens and returns a `types.Completion`; anything else that an
-episode needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
+`generate(tokens, images=(), **sampling)` continues a list of tokens and returns a `types.Completion`; anything else
+that an episode needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from .. import object_path, rewards
-from ..chat import template
+from ..chat import images, template
 from ..types import Generate, Sample, Sampling, sampled
 
 
@@ -21,14 +22,16 @@ async def single_turn(
     row: Mapping[str, Any],
     *,
     tokenizer: Any,
+    processor: images.Processor | None = None,
     reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
 ) -> Sample:
     """Samples one completion of the row's prompt, with its reward at the last token.
 
     Args:
-      row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
+      row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}), and any "images".
       tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
+      processor: of a model that reads images; None = a row with images is refused.
       reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens,
         and the context is prompt (as templated), prompt_ids and completion_ids.
 
@@ -38,27 +41,31 @@ async def single_turn(
     Raises:
       ValueError: the row has no prompt, or the server refuses it (for example, too long for the context).
     """
-    template.conversation(row)
-    asked = {name: row[name] for name in ("prompt", "messages") if row.get(name) is not None}
+    messages = template.conversation(row)
     try:
-        prompt, shown = _templated(tokenizer, json.dumps(asked))
-        done = await generate(list(prompt), **sampling.arguments())
+        if images.within(messages):
+            prompt = await asyncio.to_thread(template.prompted, tokenizer, row, processor)
+        else:
+            asked = {name: row[name] for name in ("prompt", "messages") if row.get(name) is not None}
+            prompt = _templated(tokenizer, processor, json.dumps(asked))
+        seen = {"images": prompt.images} if prompt.images else {}
+        done = await generate(list(prompt.tokens), **seen, **sampling.arguments())
     except ValueError as error:
         raise ValueError(f"single_turn: {error}; {object_path.row(row)}") from error
     text = tokenizer.decode(done.tokens, skip_special_tokens=True)
-    context = {"prompt": shown, "prompt_ids": list(prompt), "completion_ids": list(done.tokens)}
+    context = {"prompt": prompt.text, "prompt_ids": list(prompt.tokens), "completion_ids": list(done.tokens)}
     score = rewards.score(await reward(text, row, **context))
     return sampled(
-        prompt,
+        prompt.tokens,
         done,
         temperature=sampling.temperature,
         reward=score.value,
         components=score.components,
-        info={"row": row, "prompt": shown, "text": text},
+        images=prompt.images,
+        info={"row": row, "prompt": prompt.text, "text": text},
     )
 
 
 @functools.lru_cache(maxsize=4096)  # the episodes of a group share a prompt, and templates are slow
-def _templated(tokenizer: Any, row: str) -> tuple[tuple[int, ...], str]:
-    prompt = template.prompt(tokenizer, json.loads(row))
-    return tuple(prompt), tokenizer.decode(prompt)
+def _templated(tokenizer: Any, processor: Any, row: str) -> template.Prompt:
+    return template.prompted(tokenizer, json.loads(row), processor)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 from .. import object_path
+from ..chat import images
 from ..chat.session import Session
 from ..chat.trajectory import Style
 from ..gateway import server
@@ -75,6 +76,7 @@ async def played(
     name: str,
     *,
     tokenizer: Any,
+    processor: images.Processor | None = None,
     reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
     options: Options = Options(),
@@ -92,7 +94,7 @@ async def played(
     async with served as gateway:
 
         async def episode(generate: Generate, row: Mapping[str, Any]) -> list[Sample] | None:
-            session = Session(generate, tokenizer, sampling=sampling)
+            session = Session(generate, tokenizer, processor, sampling=sampling)
             key = gateway.open(session)
             try:
                 async with asyncio.timeout(options.timeout_s):
@@ -212,6 +214,7 @@ def _tail(file: IO[bytes]) -> str:
 async def online(
     *,
     tokenizer: Any,
+    processor: images.Processor | None = None,
     sampling: Sampling,
     options: Options = Options(),
     say: Callable[[str], None] = print,
@@ -235,7 +238,7 @@ async def online(
         while waiting:
             generate, turn = waiting.popleft()
             if not turn.done():
-                session = Session(generate, tokenizer, sampling=sampling)
+                session = Session(generate, tokenizer, processor, sampling=sampling)
                 ended[session.id] = asyncio.Event()
                 turn.set_result(session)
                 return session

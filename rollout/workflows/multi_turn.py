@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .. import object_path, rewards
-from ..chat import parsers, template
+from ..chat import images, parsers, template
 from ..chat.session import Session
 from ..chat.template import conversation
 from ..chat.trajectory import Interaction
@@ -37,6 +37,7 @@ async def multi_turn(
     row: Mapping[str, Any],
     *,
     tokenizer: Any,
+    processor: images.Processor | None = None,
     reward: Reward,
     sampling: Sampling,
     turns: int = 3,
@@ -49,7 +50,7 @@ async def multi_turn(
       row: has "prompt" or "messages"; its "feedback", if any, replaces `feedback`.
       discount: the episode's reward is that of its last answer times discount^(turns before it).
     """
-    session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
+    session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
     final: dict[str, float] | None = None
     for turn in range(_counted(turns)):
         if not (x := await _next(session, messages)):
@@ -68,6 +69,7 @@ async def tool_loop(
     row: Mapping[str, Any],
     *,
     tokenizer: Any,
+    processor: images.Processor | None = None,
     reward: Reward,
     sampling: Sampling,
     tools: Sequence[str] = ("areax.rollout.workflows.multi_turn:PYTHON",),
@@ -82,7 +84,7 @@ async def tool_loop(
       tools: object paths of functions with type hints, or of `tools.Tool` objects.
       style: the model's format for tool calls, one of `parsers.STYLES`; "" = that of its chat template.
     """
-    session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
+    session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
     kit = _kit(tuple(tools))
     schemas = [toolbox.schema(tool) for tool in kit]
     style = parsers.style_for(tokenizer, style)
@@ -117,7 +119,14 @@ class Environment(Protocol):
 
 
 async def environment(
-    generate: Generate, row: Mapping[str, Any], *, tokenizer: Any, sampling: Sampling, make: str, turns: int = 16
+    generate: Generate,
+    row: Mapping[str, Any],
+    *,
+    tokenizer: Any,
+    processor: images.Processor | None = None,
+    sampling: Sampling,
+    make: str,
+    turns: int = 16,
 ) -> list[Sample]:
     """Runs an episode in an environment: each answer is an action with its own reward.
 
@@ -125,7 +134,7 @@ async def environment(
       make: object path of a function or class that makes an `Environment`, called for each episode; its `close`, if it
         has one, is called at the end.
     """
-    session, world = Session(generate, tokenizer, sampling=sampling), object_path.resolve(make)()
+    session, world = Session(generate, tokenizer, processor, sampling=sampling), object_path.resolve(make)()
     try:
         observation = await _awaited(world.reset(row))
         messages = [{"role": "user", "content": observation}]
@@ -148,6 +157,7 @@ async def judged(
     row: Mapping[str, Any],
     *,
     tokenizer: Any,
+    processor: images.Processor | None = None,
     sampling: Sampling,
     question: str = VERDICT,
     best: float = 10.0,
@@ -160,10 +170,11 @@ async def judged(
       question: the judge's prompt, a template with {question} and {answer}.
       best: the number that maps to a reward of 1; a verdict that does not end in a number is unscorable.
     """
-    session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
+    session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
     answer = (await session.ask(messages)).answer.content
-    put = question.format(question=messages[-1]["content"], answer=answer)
-    verdict = (await Session(generate, tokenizer, sampling=sampling).ask([{"role": "user", "content": put}])).answer
+    put = question.format(question=images.words(messages[-1]["content"]), answer=answer)
+    judge = Session(generate, tokenizer, processor, sampling=sampling)
+    verdict = (await judge.ask([{"role": "user", "content": put}])).answer
     found = re.search(r"(-?\d+(?:\.\d+)?)\W*$", verdict.content)
     session.set_reward(min(max(float(found[1]) / best, 0.0), 1.0) if found else None)
     return session.samples(row=row, verdict=verdict.content)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from .. import object_path
+from ..chat import images
 from ..types import Sampling, Workflow
 from . import agents, areal, workflow_context
 
@@ -23,13 +24,14 @@ async def bind(
     tokenizer: Any,
     reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
+    processor: images.Processor | None = None,
     options: Mapping[str, Any] | None = None,
     agent: agents.Options | None = None,
 ) -> AsyncIterator[Workflow]:
     """Yields the workflow `(generate, row)` that `name` refers to, and runs the services it needs. `name` may be
 
-    - `module:function` or `file.py:function` that takes `generate`: a workflow. Of tokenizer, reward and sampling it
-      gets those it has parameters for, and all `options`.
+    - `module:function` or `file.py:function` that takes `generate`: a workflow. Of tokenizer, processor, reward and
+      sampling it gets those it has parameters for, and all `options`.
     - a function that takes `base_url`, or a class or object with `async run(row, base_url=, api_key=)`: an agent
       (`agents.played`).
     - a class or object with `arun_episode(engine, data)`: an AReaL workflow (`areal`). A class is constructed with
@@ -37,17 +39,22 @@ async def bind(
     - `exec:COMMAND`: an agent in a separate process (`agents.command`).
     - `online`: users who open sessions (`agents.online`).
 
+    Args:
+      processor: of a model that reads images; None = a row with images is refused.
+
     Raises:
       ValueError: the name is none of these, or the workflow does not take one of the options.
     """
-    bound: dict[str, Any] = dict(tokenizer=tokenizer, reward=reward, sampling=sampling)
+    bound: dict[str, Any] = dict(tokenizer=tokenizer, processor=processor, reward=reward, sampling=sampling)
     given, agent = dict(options or {}), agent or agents.Options()
     found = find(name)
     _check_agent(name, found, agent)
     if name == ONLINE or name.startswith(COMMAND):
         _taken(name, {}, {}, given)
     if name == ONLINE:
-        async with agents.online(tokenizer=tokenizer, sampling=sampling, options=agent) as workflow:
+        async with agents.online(
+            tokenizer=tokenizer, processor=processor, sampling=sampling, options=agent
+        ) as workflow:
             yield workflow
         return
     if _generates(found):

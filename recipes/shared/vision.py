@@ -1,0 +1,127 @@
+"""Images in training: whether a run loads a model's vision tower, and the arrays of packed batches for it."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from areax.adapters.data import images
+from areax.adapters.data.images import Processor
+from areax.core.batch import Batch
+from areax.core.packing import bucket
+from areax.models import vision as towers
+from areax.models.vision import Media, Tower
+from areax.recipes.shared.rows import Check
+from areax.rollout.chat import images as chat_images
+from areax.rollout.types import Image, Sample
+
+Vision = Literal["auto", "frozen", "trained"]
+Images = Sequence[tuple[Image, ...]]  # of each sample
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What turns images into arrays for a tower.
+
+    Attributes:
+      dtype: of the computation.
+      parts: devices over which rows are split (cp).
+    """
+
+    processor: Processor
+    tower: Tower
+    dtype: str = "float32"
+    parts: int = 1
+
+
+class Noticed:
+    """A check of rows that also notices whether any of them has images."""
+
+    def __init__(self, check: Check):
+        self._check, self.images = check, False
+
+    def __call__(self, row: dict) -> str | None:
+        self.images = self.images or chat_images.of_row(row)
+        return self._check(row)
+
+
+def decided(wanted: Vision, seen: bool) -> Vision:
+    """`--vision`, "auto" replaced by "frozen" if the run's rows have images."""
+    return "frozen" if wanted == "auto" and seen else wanted
+
+
+def reader(model: str, settings, dtype: str | None, mesh) -> Reader | None:
+    """The Reader of a model that was loaded with its tower; None without one.
+
+    Raises:
+      ValueError: the model has no image processor.
+    """
+    if settings.vision is None:
+        return None
+    return Reader(images.load(model), settings.vision, dtype or "float32", mesh.shape["cp"])
+
+
+def of(samples: Iterable[Sample]) -> Images:
+    """The images of each sample."""
+    return [sample.images for sample in samples]
+
+
+def attach(reading: Reader | None, batches: Sequence[Batch], seen: Sequence[Images]) -> list[Batch]:
+    """Packed batches [M, B, T] of a step with the images of their samples, in rows of equally many patches.
+
+    An image is processed once, however many samples have it. Patches of a row are few sizes, and never more than its
+    tokens stand for.
+
+    Args:
+      seen: images of the samples of each batch.
+
+    Raises:
+      ValueError: there are images and no tower; or as `vision.attach`.
+    """
+    distinct = {image.hash: image for own in seen for sample in own for image in sample}
+    if reading is None:
+        if distinct:
+            raise ValueError(
+                "images: this run reads none, because the model has no vision tower that areax implements, or rows "
+                "have none; if a workflow makes images, load the tower with --vision frozen"
+            )
+        return [*batches]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        made = dict(zip(distinct, pool.map(reading.processor.media, distinct.values()), strict=True))
+    media = [[[made[image.hash] for image in sample] for sample in own] for own in seen]
+    unit, parts = reading.tower.unit, reading.parts
+    most = max(itertools.starmap(most_patches, zip(batches, media, strict=True))) // unit
+    longest = max(batch.token_BT.shape[-1] for batch in batches)
+    patches = unit * min(parts * bucket(max(1, -(-most // parts))), longest)
+    return [
+        towers.attach(batch, own, reading.tower, patches, reading.dtype)
+        for batch, own in zip(batches, media, strict=True)
+    ]
+
+
+def most_patches(batch: Batch, media: Sequence[Sequence[Media]]) -> int:
+    """The patches of the row that has most."""
+    counts = np.array([sum(math.prod(one.grid) for one in own) for own in media])
+    sample_BJ = np.asarray(batch.sample_BJ)
+    return int(np.where(sample_BJ >= 0, counts[np.maximum(sample_BJ, 0)], 0).sum(-1).max())
+
+
+def without_drawn(samples: Sequence[Sample], reading: Reader | None) -> tuple[list[Sample], int]:
+    """(samples that learn no token that stands for an image but was sampled by a policy, the number of these tokens).
+
+    Servers decode such a token as text, or not at all; a chat template would make an image of it.
+    """
+    if reading is None:
+        return [*samples], 0
+    made, count = [], 0
+    for sample in samples:
+        drawn = towers.standing(sample.tokens, reading.tower) & (sample.version >= 0)
+        count += int(drawn.sum())
+        made.append(dataclasses.replace(sample, mask=sample.mask & ~drawn) if drawn.any() else sample)
+    return made, count
