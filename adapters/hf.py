@@ -203,10 +203,11 @@ class Deferred:
     dtype: np.dtype
 
 
-def mapped(path: str | os.PathLike, dtype="float32"):
+def mapped(path: str | os.PathLike, dtype="float32", vision: bool = False):
     """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
     mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
+    config = models.with_vision(config) if vision else config
     config, params = mapped_tensors(config, stored, str(path), dtype)
     return passed.loaded(config, path), params, functools.partial(_verified, Path(path), stored)
 

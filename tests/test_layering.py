@@ -31,6 +31,7 @@ ENGINE = MODELS | {
     "adapters.hf",
     "adapters.peft",
     "adapters.tokenizer",
+    "adapters.data.images",
 }
 WORKFLOWS = CHAT | FLEET | {"rollout.gateway", "rollout.workflows"}
 ANYTHING = set(TOP)

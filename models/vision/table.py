@@ -27,6 +27,12 @@ def table(tower: Tower, module: bool = False) -> Table:
     return TOWERS[tower.wrapper].table(tower, module)
 
 
+def without_vision(config):
+    """The Config of a text model without its tower, whose weights are stacked as if it had been loaded without."""
+    text = lambda layer: dataclasses.replace(layer, deepstack=False) if isinstance(layer, Attention) else layer
+    return dataclasses.replace(config, vision=None, records=tuple(map(text, config.records)))
+
+
 def with_vision(config, trained: bool = True):
     """The Config of a wrapper's text model with the wrapper's tower, whose weights are `params["vision"]`.
 

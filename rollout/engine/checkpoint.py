@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import numpy as np
 import xxhash
 
 from ...adapters import hf
+from ...adapters.data import images
+from ...models import vision
 
 CONFIG_BYTES = 2**20  # largest config.json, of a model or an adapter
 
@@ -45,26 +48,42 @@ def check_file_size(path: Path, most: int) -> None:
         raise ValueError(f"{path}: must have at most {most} bytes, got {size}")
 
 
+def blind(path: str) -> str | None:
+    """Why the model in a checkpoint folder reads text alone; "" = it is a text model; None = it reads images.
+
+    Raises:
+      ValueError: it has no readable config.json.
+    """
+    if hf.read_json(Path(path) / "config.json").get("model_type") not in vision.TOWERS:
+        return ""
+    if not (Path(path) / images.FILE).is_file():
+        return f"text only (the folder has no {images.FILE})"
+    if importlib.util.find_spec("PIL") is None:
+        return "text only (images need areax[vision])"
+    return None
+
+
 def read_weights(
-    path: str, dtype: str, take: Callable[[Any, Any], Any] = lambda config, params: params
+    path: str, dtype: str, take: Callable[[Any, Any], Any] = lambda config, params: params, sees: bool = False
 ) -> tuple[Any, Any, dict[str, str]]:
     """Reads a checkpoint folder: (config, parameters, xxh3-128 of each tensor by name), complete and verified against
     its manifest.json, if it has one. The parameters are views of its files, as in `hf.mapped`.
 
     Args:
       take: `take(config, parameters)` is returned instead of the parameters; it runs while the hashes are verified.
+      sees: with the vision tower.
 
     Raises:
       ValueError: as `hf.load`, `hf.verify` and `take`.
     """
     with ThreadPoolExecutor(1) as pool:
-        config, params, verify = hf.mapped(path, dtype)
+        config, params, verify = hf.mapped(path, dtype, sees)
         verified = pool.submit(verify)
         params = take(config, params)
         manifest = verified.result()
     if manifest is not None:
         return config, params, {name: entry["xxh3_128"] for name, entry in manifest["tensors"].items()}
-    stored = hf.mapped(path, None)[1]
+    stored = hf.mapped(path, None, sees)[1]
     specs, tensors = hf.to_tensors(config, stored, hf.save_dtype(config, stored))
     digest = lambda tensor: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
     return config, params, {name: digest(tensor) for name, tensor in zip(specs, tensors, strict=True)}

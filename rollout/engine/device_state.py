@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ... import models
-from ...models import mtp, paging
+from ...core.param import Table
+from ...models import mtp, paging, vision
 from ...models.paging import Kind
 from ...parallel import transfer, turns
 from ...parallel.multihost import lockstep, processes
@@ -25,12 +25,12 @@ from . import grammar
 from .adapters import Adapters, Factors
 from .options import Options
 from .programs import decode as decoding
-from .programs import drafts, mtp_drafts, penalties, pool, staging
+from .programs import drafts, images, mtp_drafts, penalties, pool, staging
 from .programs import prefill as prompts
 
 OPERATIONS = (
     "swap", "drop_staged", "release", "empty", "wipe", "decode", "prefill", "scores", "copy", "save", "restore",
-    "forget", "penalise", "remember", "add_adapter", "remove_adapter",
+    "forget", "penalise", "remember", "add_adapter", "remove_adapter", "encode", "forget_features",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ class DeviceState:
       mesh: the devices.
       several: whether they belong to several processes.
       operations: {name: function} of all that `run` runs.
+      parts: names of parts of the weights that the next ones may come without, which then stay: "mtp", "vision".
       weights: in the layout of `staging`; None once they are released.
       staged: the next weights.
       held: the memory of all layers, see `pool`; None while it is released.
@@ -60,6 +61,7 @@ class DeviceState:
         """
         self.mesh, self.several = mesh, mesh.is_multi_process
         self._config, self._dtype, self._predicts = config, dtype, predicts
+        self.parts = [*(["mtp"] if predicts else []), *(["vision"] if config.vision else [])]
         records = mtp.records(config, predicts)
         self._size = records, kinds, counts, options.slots, options.page
         self.of_layer = paging.of_layers(kinds, records)
@@ -75,7 +77,8 @@ class DeviceState:
         self.adapters = Adapters(mesh)
         self._hidden_RTD: Any = None  # of the last chunks of prompts, for `scores`
         self._saved: dict[int, list] = {}
-        self._predictor: Any = None  # in host memory, while weights are released
+        self._features: dict[str, Any] = {}  # of images
+        self._kept: dict[str, Any] = {}  # parts in host memory, while weights are released
         with jax.set_mesh(mesh):
             self.tables = penalties.empty(options.slots, config.vocab)
             self.no_mask_SM = grammar.empty(options.slots, config.vocab)
@@ -118,23 +121,31 @@ class DeviceState:
 
     # Weights and adapters.
 
-    def stage(self, params) -> Any:
+    def stage(self, params, table: Table) -> Any:
         """Copies weights to the devices, next to the ones in use; any thread may call it, in each process by itself."""
         with contextlib.nullcontext() if self.several else jax.set_mesh(self.mesh):
-            made = staging.stage(params, models.table(self._config), self.mesh)
+            made = staging.stage(params, table, self.mesh)
             if "mtp" in params:
                 [made["mtp"]] = staging.layers(params["mtp"], mtp.table(self._config), self.mesh)
+            if "vision" in params:
+                made["vision"] = staging.whole(params["vision"], vision.table(self._config.vision), self.mesh)
             return made
 
     def swap(self) -> None:
-        """Takes the staged weights into use. Without a layer for multi-token prediction, the current one stays."""
-        if self._predicts and "mtp" not in self.staged:
-            self.staged = {**self.staged, "mtp": self.weights["mtp"] if self.weights else self._predictor_again()}
-        self.weights, self.staged, self._predictor = self.staged, None, None
+        """Takes the staged weights into use. A vision tower stays if they have none, and so does a layer for
+        multi-token prediction."""
+        for name in self.parts:
+            if name not in self.staged:
+                self.staged = {**self.staged, name: self.weights[name] if self.weights else self._again(name)}
+        self.weights, self.staged, self._kept = self.staged, None, {}
 
-    def _predictor_again(self):
-        """The layer for multi-token prediction on the devices, from host memory."""
-        kept, shardings = self._predictor
+    def has(self, name: str) -> bool:
+        """Whether there are weights of one of `parts`, maybe in host memory."""
+        return name in (self.weights or self._kept)
+
+    def _again(self, name: str):
+        """A part on the devices, from host memory."""
+        kept, shardings = self._kept[name]
         put = lambda x, sharding: x if isinstance(x, jax.Array) else jax.device_put(x, sharding)
         return jax.tree.map(put, transfer.to_devices(kept), shardings)
 
@@ -161,11 +172,11 @@ class DeviceState:
         return sum(self.mesh.size * own(x) for x in jax.tree.leaves((self.weights, self.held)))
 
     def release(self, weights: bool, caches: bool) -> None:
-        """Frees memory at once, while nothing runs, even if something else refers to it. The layer for multi-token
-        prediction moves to host memory, as the next weights may come without one."""
-        if weights and self._predicts and self.weights:
-            found = self.weights["mtp"]
-            self._predictor = transfer.to_host(found), jax.tree.map(lambda x: x.sharding, found)
+        """Frees memory at once, while nothing runs, even if something else refers to it. Parts that the next weights
+        may come without move to host memory."""
+        for name in self.parts if weights and self.weights else ():
+            found = self.weights[name]
+            self._kept[name] = transfer.to_host(found), jax.tree.map(lambda x: x.sharding, found)
         for x in jax.tree.leaves((self.weights if weights else None, self.held if caches else None)):
             x.delete()
         if weights:
@@ -203,17 +214,28 @@ class DeviceState:
 
     # Generation.
 
+    def encode(self, name: str, patches: dict[str, np.ndarray]) -> None:
+        """Makes the features of an image, as `images.encode`, and keeps them as `name`."""
+        self._features[name] = images.encode(self.weights["vision"], patches, tower=self._config.vision)
+
+    def forget_features(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self._features[name]
+
     def prefill(
-        self, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool
-    ) -> np.ndarray | None:
+        self, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool,
+        views: images.Views | None = None,
+    ) -> np.ndarray | None:  # fmt: skip
         """Computes chunks of prompts, as `prefill.prefill`.
 
         Args:
           scored: keep hidden states for `scores`.
           routed: return the experts of the tokens.
+          views: what they see of images that were encoded; None = they are text alone.
         """
+        seen = views and images.seen(views, self._features, self._config.vision, self.weights["embed"].dtype)
         self.held, hidden_RTD, routed_RTLK = prompts.prefill(
-            self._with_adapters(), self.held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX,
+            self._with_adapters(), self.held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, seen,
             config=self._config, of_layer=self.of_layer,
         )  # fmt: skip
         self._hidden_RTD = hidden_RTD if scored else None

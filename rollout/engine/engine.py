@@ -22,6 +22,7 @@ from .commands import Commands
 from .grammar import Grammars, Matcher
 from .live import Live
 from .options import Options
+from .pictures import Pictures, Placement
 from .request import Progress, Request, check, check_prompt
 from .slots import Slots, mesh_of
 
@@ -31,7 +32,7 @@ COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions", "drafte
 ADAPTERS = 64  # most adapters loaded at the same time
 PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
 Pair = tuple[Request, Callable[[Progress], None]]
-Checked = tuple[Request, Callable[[Progress], None], frozenset[int], Matcher | None]  # and stop ids
+Checked = tuple[Request, Callable[[Progress], None], frozenset[int], Matcher | None, Placement | None]  # and stop ids
 
 
 class Engine:
@@ -42,6 +43,7 @@ class Engine:
 
     Attributes:
       grammars: compiles the grammars of requests, or None.
+      pictures: makes patches of the images of requests; None = it reads text alone.
       version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
       released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
@@ -59,6 +61,7 @@ class Engine:
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
+        processor: Any = None,
         seed: int = 0,
         **options: Any,
     ):
@@ -69,6 +72,8 @@ class Engine:
           devices: as many as the mesh has; none = the first of this process.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
+          processor: makes patches of images (`adapters.data.images.load`), if the model was loaded with its vision
+            tower; None = requests with images are refused.
           seed: from which requests without a seed get theirs.
           options: slots, context, memory, ...: the fields of `Options`. The mesh's dp must be 1; `replicas.serving`
             makes more engines.
@@ -92,6 +97,7 @@ class Engine:
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
+        self.pictures = Pictures(processor, config.vision) if processor and config.vision else None
         self._seeds = random.Random(seed)
         self._slots = Slots(config, params, self.options, on)
         self.device, self.share = self._slots.device, None
@@ -423,6 +429,7 @@ class Engine:
         found = []
         for prompt in {id(request.prompt): request.prompt for request, _ in pairs}.values():
             check_prompt(prompt, self.config.vocab)
+        placements: dict[Any, Placement | None] = {}
         for request, tell in pairs:
             eos = () if request.sampling.ignore_eos else self.config.eos
             stops = frozenset(eos) | frozenset(request.sampling.stop_token_ids)
@@ -430,7 +437,10 @@ class Engine:
                 stops |= frozenset(self.grammars.eos)
             experts = getattr(self.config, "experts", 0) > 0
             check(request, stops, self.config.vocab, self.context, self._decode is not None, experts)
-            found.append((request, tell, stops, self._matcher(request, stops)))
+            seen = id(request.prompt), request.images
+            if seen not in placements:
+                placements[seen] = self._placed(request)
+            found.append((request, tell, stops, self._matcher(request, stops), placements[seen]))
         return found
 
     def refuse(self, checked: Sequence[Checked]) -> None:
@@ -446,7 +456,7 @@ class Engine:
 
     def queue(self, checked: Sequence[Checked]) -> None:
         """Queues validated requests that `refuse` has passed."""
-        for request, tell, stops, matcher in checked:
+        for request, tell, stops, matcher, images in checked:
             sampling = request.sampling
             seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
             text = Text(self._decode) if self._decode else None
@@ -456,9 +466,16 @@ class Engine:
                 adapter.users += 1
             number = next(self._arrivals)
             self._names.add(request.rid)
-            self._queue.append(Live(request, tell, seed, stops, text, progress, number, adapter, matcher))
+            self._queue.append(Live(request, tell, seed, stops, text, progress, number, adapter, matcher, images))
         self._counts["requests"] += len(checked)
         self._wake.notify()
+
+    def _placed(self, request: Request) -> Placement | None:
+        if not request.images:
+            return None
+        if self.pictures is None:
+            raise ValueError("images: this model reads text alone; serve one with a vision tower and its processor")
+        return self.pictures.placed(request.prompt, request.images)
 
     def _matcher(self, request: Request, stops: frozenset[int]) -> Matcher | None:
         if request.sampling.grammar is None:

@@ -20,7 +20,7 @@ from ...adapters import hf
 from ..processes import http_process, keys
 from ..servers.engine_options import EngineOptions
 from . import server
-from .checkpoint import read_weights
+from .checkpoint import blind, read_weights
 from .routes.app import app
 from .routes.service import Service
 
@@ -73,7 +73,9 @@ def serving(
     """
     dtype = server.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
-        label, *weights = _given(first, dtype) if first else ("default", *read_weights(path, dtype))
+        label, *weights = (
+            _given(first, dtype) if first else ("default", *read_weights(path, dtype, sees=blind(path) is None))
+        )
         service = server.prepare(path, options, *weights, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)

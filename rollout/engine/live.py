@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..chat.detokenizer import Text
 from .adapters import Loaded
 from .grammar import Matcher
+from .pictures import Placement
 from .prefixes import Prefix
 from .request import Progress, Request
 
@@ -32,6 +33,7 @@ class Live:
     Attributes:
       number: of its arrival; when memory is short, the latest gives way.
       matcher: follows its text, if that must obey a grammar.
+      images: those of its prompt; None = text alone.
       done: the number of its tokens that have been computed as a prompt, while it has a slot.
       pages: the pages of its slot by kind and number; 0 = not needed any more.
       last: the last chunk of its prompt among the cached prefixes; None = before the first one.
@@ -47,6 +49,7 @@ class Live:
     number: int
     adapter: Loaded | None = None
     matcher: Matcher | None = None
+    images: Placement | None = None
     slot: int | None = None
     done: int = 0
     pages: list[list[int]] = field(default_factory=list)
@@ -80,6 +83,10 @@ class Live:
         """Token i of its prompt and answer."""
         prompt = self.request.prompt
         return prompt[i] if i < len(prompt) else self.progress.tokens[i - len(prompt)]
+
+    def seen(self, start: int, end: int) -> bytes:
+        """Identifies the features of images among tokens [start, end)."""
+        return self.images.key(start, end) if self.images else b""
 
     @property
     def scored(self) -> bool:

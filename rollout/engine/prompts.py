@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,18 +20,28 @@ from .device_state import DeviceState
 from .live import Live
 from .prefixes import Prefix
 from .programs import prefill as programs
+from .programs.images import Part, Views
 from .request import TOP
 
 
 @dataclass(eq=False)
 class Chunk:
-    """The tokens [start, end) of a sequence, which are to be computed; they end the prefix."""
+    """The tokens [start, end) of a sequence, which are to be computed; they end the prefix.
+
+    Attributes:
+      seeing: there are features of images before its end. Whether a chunk is computed as text alone thus depends on
+        nothing else than its prefix.
+    """
 
     live: Live
     tokens: Sequence[int]
     start: int
     end: int
     prefix: Prefix
+
+    @property
+    def seeing(self) -> bool:
+        return self.live.images is not None and self.live.images.begun(self.end)
 
 
 class Prompts:
@@ -53,6 +63,7 @@ class Prompts:
         self.counts: collections.Counter[str] = collections.Counter()
         self._states = next((i for i, kind in enumerate(cache.kinds) if kind.states), None)
         self._chunks: list[Chunk] = []
+        self._encoded: set[str] = set()  # hashes of images with features on the devices
         self._no_copies()
 
     def _no_copies(self) -> None:
@@ -82,9 +93,17 @@ class Prompts:
             self.entering.remove(live)
 
     def forget(self) -> None:
-        """Keeps what follows in the prompts begun out of other prompts, as it depends on replaced weights."""
+        """Keeps what follows in the prompts begun out of other prompts, as it depends on replaced weights, and drops
+        features of images."""
+        self.forget_features()
         for live in self.entering:
             live.last = live.last and replace(live.last, key=os.urandom(16))
+
+    def forget_features(self, but: Set[str] = frozenset()) -> None:
+        """Drops the features of images but for those with these hashes."""
+        if gone := self._encoded - but:
+            self._device.run("forget_features", sorted(gone))
+            self._encoded -= gone
 
     def advance(self, budget: int) -> Iterator[Live]:
         """Computes chunks until `budget` tokens are spent, nothing is left, or memory is short; yields each request
@@ -135,10 +154,12 @@ class Prompts:
         """Takes what is cached of a prompt; True if the rest has to wait for copies."""
         cache, adapter = self._cache, live.adapter_number
         if live.routed:
-            next_one = cache.prefixes.get(hashing.key(live.last, adapter, tokens[live.done : live.done + cache.C]))
+            chunk = tokens[live.done : live.done + cache.C]
+            seen = live.seen(live.done, live.done + len(chunk))
+            next_one = cache.prefixes.get(hashing.key(live.last, adapter, chunk, seen))
             if next_one and next_one.routed is None and self._chunks:
                 self.flush()  # then its experts are known
-        found = cache.prefixes.longest(live.last, adapter, tokens, live.done, routed=live.routed)
+        found = cache.prefixes.longest(live.last, adapter, tokens, live.done, routed=live.routed, seen=live.seen)
         if not found:
             return False
         end, last = found[-1].end, found[-1]
@@ -177,7 +198,7 @@ class Prompts:
             theirs = other.prefix
             end = len(theirs) // self._cache.C * self._cache.C
             behind = max(live.done, other.done) < end and other.adapter is live.adapter
-            if behind and tokens[:end] == theirs[:end]:
+            if behind and tokens[:end] == theirs[:end] and live.seen(0, end) == other.seen(0, end):
                 return True
         return False
 
@@ -208,7 +229,7 @@ class Prompts:
     def _add(self, live: Live, start: int, tokens: Sequence[int]) -> None:
         """Schedules the chunk from `start` to what is done."""
         cache, chunk = self._cache, tokens[start : live.done]
-        key = hashing.key(live.last, live.adapter_number, chunk)
+        key = hashing.key(live.last, live.adapter_number, chunk, live.seen(start, live.done))
         prefix, at = cache.prefixes.get(key), start // cache.C
         if prefix is None:
             prefix = cache.prefixes.add(key, live.last, live.done, [own[at] if own else 0 for own in live.pages])
@@ -231,17 +252,23 @@ class Prompts:
         """Computes what is scheduled, then copies pages and states."""
         chunks, C, slots = self._chunks, self._cache.C, self._cache.slots
         self._chunks = []
-        by_width: dict[int, list[Chunk]] = {}
+        alike: dict[tuple[int, bool], list[Chunk]] = {}
         for chunk in sorted(chunks, key=lambda chunk: chunk.end % C > 0):  # short ones may need whole ones before them
-            by_width.setdefault(programs.width(chunk.end - chunk.start, C), []).append(chunk)
-        for T, group in sorted(by_width.items(), reverse=True):
+            T = programs.width(chunk.end - chunk.start, C)
+            alike.setdefault((T, chunk.seeing), []).append(chunk)
+        for (T, seeing), group in sorted(alike.items(), key=lambda each: (-each[0][0], each[0][1])):
             R = programs.rows(T, slots if T < C or self._states is not None else None)
             for i in range(0, len(group), R):
-                self._compute(group[i : i + R], R, T)
+                self._compute(group[i : i + R], R, T, seeing)
         if self._kept or self._restored or any(self._copied.values()):
             self._copy()
         for live in dict.fromkeys(chunk.live for chunk in chunks):
             self._cache.behind(live, live.done)
+        if self._encoded:
+            waiting = ((live, live.images) for live in self.entering)
+            self.forget_features(
+                {one.hash for live, own in waiting if own for _, one in own.within(live.done, live.length)}
+            )
 
     def _copy(self) -> None:
         cache, states = self._cache, self._states
@@ -258,7 +285,7 @@ class Prompts:
                 cache.pages[states].give(row)
         self._no_copies()
 
-    def _compute(self, chunks: Sequence[Chunk], R: int, T: int) -> None:
+    def _compute(self, chunks: Sequence[Chunk], R: int, T: int, seeing: bool) -> None:
         cache = self._cache
         token_RT = np.zeros((R, T), np.int32)
         next_R, start_R, length_R, adapter_R = np.zeros((4, R), np.int32)
@@ -271,8 +298,9 @@ class Prompts:
             table_KRX[:, i] = cache.table_KSX[:, chunk.live.seat]
         scored, routed = (any(getattr(chunk.live, name) for chunk in chunks) for name in ("scored", "routed"))
         routed_RTLK = self._device.run(
-            "prefill", token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored, routed
-        )
+            "prefill", token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored, routed,
+            self._views(chunks, R, T) if seeing else None,
+        )  # fmt: skip
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += int(length_R.sum())
         for i, chunk in enumerate(chunks):
@@ -281,6 +309,22 @@ class Prompts:
                 _extend(chunk.live.progress.routed, chunk.prefix.routed, chunk.end)
             if chunk.live.scored:
                 self._score(chunk, i, T)
+
+    def _views(self, chunks: Sequence[Chunk], R: int, T: int) -> Views:
+        """What chunks see of images, whose features are made if they are not there yet."""
+        feature_RT, position_RT3, parts = np.full((R, T), -1, np.int32), np.zeros((R, T, 3), np.int32), list[Part]()
+        for i, chunk in enumerate(chunks):
+            assert chunk.live.images
+            position_RT3[i, : chunk.end - chunk.start] = chunk.live.images.positions(chunk.start, chunk.end)
+            for at, picture in chunk.live.images.within(chunk.start, chunk.end):
+                if picture.hash not in self._encoded:
+                    self._device.run("encode", picture.hash, picture.patches)
+                    self._encoded.add(picture.hash)
+                first, end = max(at, chunk.start), min(at + picture.count, chunk.end)
+                of = slice(first - chunk.start, end - chunk.start)
+                feature_RT[i, of] = np.arange(of.start, of.stop)
+                parts.append(Part(picture.hash, i, of.start, first - at, end - first))
+        return Views(feature_RT, position_RT3, parts)
 
     def _score(self, chunk: Chunk, row: int, T: int) -> None:
         """Adds the log-probabilities of the tokens that a chunk predicts, as far as the request needs them."""

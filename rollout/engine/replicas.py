@@ -17,7 +17,9 @@ from typing import Any, Self
 from ...models.lora import Lora
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from ..servers.prefix_routing import Cached, chain, choose
+from ..types import Image
 from .engine import COMPUTED, COUNTED, RELEASABLE, Engine, Pair, collect
+from .pictures import Placement
 from .request import Progress, Request
 from .slots import devices_of
 
@@ -65,7 +67,7 @@ class Replicas:
         parts = [devices[start : start + size] for start in range(0, mesh.devices, size)]
         self._engines = [Engine(config, params, devices=part, mesh=mesh.replica, **options) for part in parts]
         first = self._engines[0]
-        self.config, self.context, self.grammars = config, first.context, first.grammars
+        self.config, self.context, self.grammars, self.pictures = config, first.context, first.grammars, first.pictures
         self.slots = mesh.dp * first.slots
         self._page, self._seeds = first.options.page, random.Random(seed)
         self._replicas = [Replica(engine, Cached(engine.stats()["capacity"], self._page)) for engine in self._engines]
@@ -111,19 +113,29 @@ class Replicas:
 
     def _enqueue(self, pairs: Sequence[Pair]) -> None:
         checked = self._engines[0].checked(pairs)
-        groups: dict[tuple[str, Sequence[int]], list[int]] = {}
+        groups: dict[tuple[str, Sequence[int], tuple[Image, ...]], list[int]] = {}
         for i, (request, *_) in enumerate(checked):
-            groups.setdefault((request.adapter, tuple(request.prompt)), []).append(i)
-        hashed = [[hash((adapter, chunk)) for chunk in chain(prompt, self._page)] for adapter, prompt in groups]
+            groups.setdefault((request.adapter, tuple(request.prompt), request.images), []).append(i)
+        hashed = [
+            [hash((request.adapter, seen, chunk)) for seen, chunk in self._chunks(request, images)]
+            for request, *_, images in (checked[group[0]] for group in groups.values())
+        ]
         with self._locked():
             for engine in self._engines:
                 engine.refuse(checked)
             # What is refused takes no seed.
-            queued = [(self._seeded(asked), tell, stops, matcher) for asked, tell, stops, matcher in checked]
+            queued = [(self._seeded(one[0]), *one[1:]) for one in checked]
             for hashes, group in zip(hashed, groups.values(), strict=True):
                 replica = choose(self._replicas, hashes)
                 replica.cached.add(hashes)
                 replica.engine.queue([queued[i] for i in group])
+
+    def _chunks(self, request: Request, images: Placement | None) -> Iterator[tuple[bytes, int]]:
+        """For each complete page of a prompt, the images up to its end, and a hash of all tokens up to there."""
+        seen, size = b"", self._page
+        for i, chunk in enumerate(chain(request.prompt, size)):
+            seen += images.key(i * size, (i + 1) * size) if images else b""
+            yield seen, chunk
 
     def _seeded(self, request: Request) -> Request:
         if request.sampling.seed is not None:

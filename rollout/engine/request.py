@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..types import Image
+
 TOP = 20  # most likeliest tokens reported per position
 STOPS = 32  # most stop ids of a request, including the model's
 BIASES = 1024  # most tokens of a logit_bias
@@ -81,6 +83,7 @@ class Request:
       top_logprobs: number of likeliest tokens to report per position, for output (and reported input).
       routed_experts: report the experts of each token.
       adapter: name of the adapter to generate with; "" = none.
+      images: in the order of their tokens in the prompt, each as often as the image has features.
     """
 
     rid: str
@@ -90,6 +93,7 @@ class Request:
     top_logprobs: int = 0
     routed_experts: bool = False
     adapter: str = ""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass

@@ -13,13 +13,14 @@ import jax
 from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
+from ...adapters.data import images
 from ...parallel.multihost import processes
 from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import read_label
 from . import bench, hosts, replicas
-from .checkpoint import read_weights
+from .checkpoint import blind, read_weights
 from .grammar import Grammars
 from .routes.app import app
 from .routes.service import Service
@@ -70,14 +71,24 @@ def serve(
         if index > 0:
             engine.device.follow(share)
             return
-        url = http_process.address((host, sock.getsockname()[1]))
-        ready = f"{url} serves {engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
-        if engine.draft_from:
-            ready += f", {MADE_BY[engine.draft_from]}"
-        if service.tokenizer is None:
-            ready += ", token ids only (the folder has no tokenizer)"
+        ready = f"{http_process.address((host, sock.getsockname()[1]))} serves {described(service)}"
         with hosts.serving(engine):
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
+
+
+def described(service: Service) -> str:
+    """What is served, in a line."""
+    engine, path = service.engine, service.path
+    line = f"{engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
+    if engine.draft_from:
+        line += f", {MADE_BY[engine.draft_from]}"
+    if service.sees:
+        line += ", images"
+    elif why := blind(path):
+        line += f", {why}"
+    if service.tokenizer is None:
+        line += ", token ids only (the folder has no tokenizer)"
+    return line
 
 
 def benchmark(path: str, options: EngineOptions, *, dtype: str) -> None:
@@ -110,7 +121,7 @@ def load(path: str, share: Share, options: EngineOptions, *, dtype: str, version
       ValueError: as `prepare`; processes have other options or weights than process 0.
     """
     dtype = known_dtype(dtype)
-    config, params, checksums = read_weights(path, dtype)
+    config, params, checksums = read_weights(path, dtype, sees=blind(path) is None)
     processes.same("options and weights", dtype, options, version, seed, checksums)
     service = prepare(path, options, config, params, checksums, dtype=dtype, version=version, seed=seed)
     hosts.connect(service, share)
@@ -134,8 +145,12 @@ def prepare(
     path: str, options: EngineOptions, config, params, checksums: dict[str, str], *, dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
-    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one, and
-    with drafts by its layer for multi-token prediction."""
+    """Makes an engine with a copy of these weights, and its service. The folder `path` has the tokenizer, if any, the
+    layer for multi-token prediction, with which drafts are made, and the image processor of a vision tower.
+
+    Raises:
+      ValueError: as `images.load` and `Engine`.
+    """
     tokenizer, decode, grammars = None, None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
         tokenizer = tokenizers.load(path)
@@ -145,7 +160,9 @@ def prepare(
     if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
         params = {**params, "mtp": predictor}
     processes.same("layer for multi-token prediction", "mtp" in params)
+    processor = images.load(path) if config.vision else None
     engine = replicas.serving(
-        config, params, version=version, decode=decode, grammars=grammars, seed=seed, **vars(options)
-    )
+        config, params, version=version, decode=decode, grammars=grammars, processor=processor, seed=seed,
+        **vars(options),
+    )  # fmt: skip
     return Service(engine, tokenizer, str(path), checksums, dtype)

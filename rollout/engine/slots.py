@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import mtp, paging
+from ...models import mtp, paging, vision
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
@@ -96,13 +96,19 @@ class Slots:
         """Prepares weights for `swap`, next to the ones in use.
 
         Args:
-          params: "mtp", the layer for multi-token prediction, may be missing; it is ignored unless it makes the drafts.
+          params: "mtp", the layer for multi-token prediction, and "vision", the vision tower, may be missing later on;
+            they are ignored unless drafts are made by the one, and images read by the other.
 
         Raises:
           ValueError: they do not match the config, or the dtype of the first ones.
         """
-        params = {name: w for name, w in params.items() if name != "mtp" or self.predicts}
-        expected = param.abstract(models.table(self.config), self._dtype)
+        params = {name: w for name, w in params.items() if name in self.device.parts or name not in ("mtp", "vision")}
+        table = models.table(self.config)
+        if "vision" not in params and self.device.has("vision"):
+            text = models.table(vision.without_vision(self.config))
+            alike = len(params["stacks"]) == len(table.stacks)  # the tower was left out, or never loaded
+            table = dataclasses.replace(table, inner={}) if alike else text
+        expected = param.abstract(table, self._dtype)
         if "mtp" in params:
             expected["mtp"] = param.abstract(mtp.table(self.config), self._dtype)
         shapes = lambda tree: {
@@ -115,7 +121,7 @@ class Slots:
                 raise ValueError(
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
-        return self.device.stage(params)
+        return self.device.stage(params, table)
 
     def swap(self, weights) -> None:
         """Takes weights from `stage` into use; other processes take what they have staged."""
@@ -267,6 +273,7 @@ class Slots:
             "adapter": live.adapter.index if live.adapter else 0,
             "grammar": int(live.matcher is not None),
             "penalised": int(sampling.penalised),
+            "shift": live.images.shift if live.images else 0,
         }
         row.view(np.uint32)[: len(INTEGERS)] = [values[name] & 0xFFFFFFFF for name in INTEGERS]
         row.view(np.float32)[len(INTEGERS) : len(COLUMNS)] = [getattr(sampling, name) for name in REALS]

@@ -25,7 +25,7 @@ from .staging import with_adapters
 # none.
 INTEGERS = (
     "token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k", "adapter", "grammar",
-    "penalised",
+    "penalised", "shift",
 )  # fmt: skip
 REALS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
@@ -47,6 +47,7 @@ def decode(
     `end`; no stop id is drawn for an index before `least`; the `top` likeliest tokens are reported; `adapter` is the
     index of the slot's adapter, 0 = none; `grammar` = 1 draws one token, allowed by the slot's row of the mask, and
     waits for the next mask; `penalised` = 1 reads and updates the slot's rows of the tables. Both take no drafts.
+    `shift` is added to positions for rope, if the model sees images.
 
     Args:
       held: the memory of all layers, see `pool`; donated.
@@ -74,6 +75,7 @@ def decode(
     weights = {**weights, "layers": with_adapters(weights, column["adapter"])}
     grammar_S, penalised_S = (column["active"] * column[name] > 0 for name in ("grammar", "penalised"))
     waiting = jnp.sum(grammar_S, dtype=jnp.int32)  # after the first step; they are not free
+    shift_S = column["shift"] if config.vision else None
     penalty = penalties.Penalties(penalised_S, *(real(f"{name}_penalty") for name in penalties.NAMES))
 
     def going(carry):
@@ -98,7 +100,8 @@ def decode(
             draft_SD = jnp.where((active_S & ~grammar_S & ~penalised_S)[:, None], draft_SD, -1)
         token_SQ = jnp.concatenate([token_S[:, None], jnp.maximum(draft_SD, 0)], 1)
         where = position_S, active_S, table_KSX
-        logits_RV, hidden_SQD, held, after, routed_SQLK = forward(weights, held, token_SQ, *where, config, of_layer)
+        made = forward(weights, held, token_SQ, *where, config, of_layer, shift_S)
+        logits_RV, hidden_SQD, held, after, routed_SQLK = made
         index_SQ = position_S[:, None] + 1 + jnp.arange(Q)[None]
         banned_SQE = jnp.where((index_SQ < column["least"][:, None])[..., None], stop_SE[:, None], V)
         masked_S = grammar_S & active_S
@@ -125,7 +128,8 @@ def decode(
         tables = penalties.counted(tables, new_SQ[:, 0], active_S & penalised_S)
         if predicts:
             step_SQ = hidden_SQD, new_SQ, count_S, position_S, active_S
-            held, known = mtp_drafts.draft(weights, held, *step_SQ, table_KSX[of_layer[-1]], own_controls, config)
+            own = table_KSX[of_layer[-1]], own_controls, config, shift_S
+            held, known = mtp_drafts.draft(weights, held, *step_SQ, *own)
         elif Q > 1:
             known = drafts.grown(known, new_SQ, count_S)
         last_S1 = jnp.maximum(count_S - 1, 0)[:, None]
@@ -150,13 +154,13 @@ def decode(
     return held, tables, known, *pool.replicated((out, position_S))
 
 
-def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of_layer):
+def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of_layer, shift_S=None):
     """One decoding step: (logits f32[S * Q, V] of the token after each of `token`, which are at `position` and behind
-    it; their hidden states behind the last norm; memory with the keys and values of these tokens; {layer: states after
-    each of them, as `states.step`}; their experts [S, Q, layers, top_k] as `routed`)."""
+    it, for rope further by `shift`; their hidden states behind the last norm; memory with the keys and values of these
+    tokens; {layer: states after each of them, as `states.step`}; their experts [S, Q, layers, top_k] as `routed`)."""
     module = models.family(config)
     position_SQ = position_S[:, None] + jnp.arange(token_SQ.shape[1])[None]
-    mixer = mixers(config.records, position_SQ)
+    mixer = mixers(config.records, position_SQ if shift_S is None else position_SQ + shift_S[:, None])
     x = module.embed(weights, token_SQ, config, weights["embed"].dtype)
     held = list(held)
 

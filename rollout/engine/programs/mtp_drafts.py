@@ -40,7 +40,7 @@ def logits(weights, hidden, config):
     return models.logits(jnp.dot(hidden_RD, weights["head"].weight, preferred_element_type=jnp.float32), config)
 
 
-def draft(weights, held, hidden_SQD, new_SQ, count_S, position_S, active_S, table_SX, controls, config):
+def draft(weights, held, hidden_SQD, new_SQ, count_S, position_S, active_S, table_SX, controls, config, shift_S=None):
     """Drafts the tokens behind those that a step of decoding has kept.
 
     Args:
@@ -49,6 +49,7 @@ def draft(weights, held, hidden_SQD, new_SQ, count_S, position_S, active_S, tabl
       new_SQ: the token after each; the first `count` are kept.
       table_SX: the pages of each slot's sequence.
       controls: how each slot samples.
+      shift_S: added to positions for rope; None = 0.
 
     Returns:
       held; draft_SD, i32[S, Q - 1].
@@ -57,7 +58,8 @@ def draft(weights, held, hidden_SQD, new_SQ, count_S, position_S, active_S, tabl
     no_bans_S1, no_tops_S = jnp.full((S, 1), config.vocab), jnp.zeros(S, jnp.int32)
 
     def layer(pages, hidden_STD, token_ST, start_S):
-        position_ST = start_S[:, None] + jnp.arange(token_ST.shape[1])[None]
+        turned_S = start_S if shift_S is None else start_S + shift_S
+        position_ST = turned_S[:, None] + jnp.arange(token_ST.shape[1])[None]
         own = [pages]
         attend = functools.partial(attention.append, own, 0, record, table_SX, start_S, active_S)
         mixer = mixers((record,), position_ST)(record, attend)

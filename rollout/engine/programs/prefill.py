@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ....core import logprobs
-from ....models import mtp
+from ....models import mtp, vision
 from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
 from . import attention, pool, states
@@ -28,7 +28,7 @@ def rows(width: int, most: int | None) -> int:
 
 @functools.partial(jax.jit, static_argnames=("config", "of_layer"), donate_argnames=("held",))
 def prefill(
-    weights, held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, *, config, of_layer
+    weights, held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, seen=None, *, config, of_layer
 ):  # fmt: skip
     """Computes R chunks of sequences, each with its adapter, and writes them to their pages. Chunks of one sequence may
     stand together, unless the model has recurrent layers.
@@ -42,6 +42,7 @@ def prefill(
       next_R: the token after each chunk, which multi-token prediction reads (`mtp_drafts`).
       slot_R: where states are kept between chunks.
       table_KRX: for each kind of layers, the pages of each row's sequence.
+      seen: `images.Seen`, if tokens stand for features of images; None = text alone.
       of_layer: the kind of each layer.
 
     Returns:
@@ -51,8 +52,9 @@ def prefill(
     R, T = token_RT.shape
     position_RT = start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     active_R = length_R > 0
-    mixer = mixers(config.records, position_RT)
+    mixer = mixers(config.records, position_RT, seen and seen.position_3RT)
     x = module.embed(weights, token_RT, config, weights["embed"].dtype)
+    x = vision.replaced(x, seen.feature_NRTD[0], seen.feature_RT) if seen else x
     held = list(held)
 
     def attend(i, layer, q_RTNH, k_RTKH=None, v_RTKV=None, sinks_N=None, latent=None):
@@ -80,6 +82,8 @@ def prefill(
             mix = states.chunk(layer, before, length_R, after)
         x, report = module.block(x, w, mix, config)
         reports.append(report)
+        if seen and isinstance(layer, Attention) and layer.deepstack:
+            x = vision.added(x, seen.feature_NRTD[1 + i], seen.feature_RT)
         if after:
             now, kept = held[i]
             held[i] = {name: now[name].at[slot_R].set(after[name], mode="drop") for name in now}, kept

@@ -52,6 +52,14 @@ def layers(params, table: param.Table, mesh) -> list[dict]:
     return [{name: each[place] for name, each in stacks[i].items()} for i, place in table.layers]
 
 
+def whole(params, table: param.Table, mesh):
+    """Copies weights of a part as they are, split over tp by the rules of training."""
+    read = lambda w: w.read() if isinstance(w, hf.Mapped) else _read(w)[()]
+    return jax.tree.map(
+        lambda w, sharding: _ready(read(w), sharding), params, rules.of_params(table, mesh, rules.GENERATING)
+    )
+
+
 def _read(w):
     w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w
     return w.merged() if isinstance(w, hf.Cast) else w

@@ -17,7 +17,10 @@ from typing import Any
 from ...chat import fields
 from ...chat.api import openai
 from ...chat.fields import Refusal, rule, shown
+from ...types import Image
+from ..pictures import Picture, Pictures
 from ..request import BIASES, Grammar, Request, Sampling
+from . import image_data
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "choice")  # fields of which at most one is given
 SAMPLING = fields.table(
@@ -41,7 +44,7 @@ NOTHING: tuple = (False, "", [], {}, 0)
 GENERATE = fields.table(
     [
         "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
-        "return_text_in_logprobs", "stream", "rid", "lora_path", "return_routed_experts",
+        "return_text_in_logprobs", "stream", "rid", "lora_path", "return_routed_experts", "image_data",
     ],
     [
         "extra_key", "cache_salt", "priority", "log_metrics", "no_logs", "session_id", "conversation_id",
@@ -52,7 +55,7 @@ GENERATE = fields.table(
     {
         name: Refusal(but=NOTHING)
         for name in (
-            "input_embeds", "image_data", "video_data", "audio_data", "session_params", "watermark",
+            "input_embeds", "video_data", "audio_data", "session_params", "watermark",
             "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
             "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
             "return_indexer_topk", "return_entropy", "return_prompt_token_ids", "max_thinking_tokens",
@@ -77,6 +80,7 @@ class Ask:
       stream: stream the answers.
       logprobs: for each request, whether the answer has log-probabilities.
       texts: log-probabilities include the token's text.
+      pictures: patches of the requests' images, kept until the engine has the requests.
     """
 
     requests: tuple[Request, ...]
@@ -85,14 +89,16 @@ class Ask:
     stream: bool
     logprobs: tuple[bool, ...]
     texts: bool
+    pictures: Sequence[Picture] = ()
 
 
-def generate(body: Any, tokenizer: Any, context: int) -> Ask:
+def generate(body: Any, tokenizer: Any, context: int, pictures: Pictures | None = None) -> Ask:
     """Parses the body of `/generate`.
 
     Args:
       tokenizer: for `text` prompts; None = token ids only.
       context: longest sequence, prompt and generated tokens.
+      pictures: of the engine; None = it reads text alone.
 
     Raises:
       ValueError: a field that is missing, malformed or cannot be honoured.
@@ -102,6 +108,9 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     fields.known(body, GENERATE)
     prompts, single = _prompts(body, tokenizer, context)
     P = len(prompts)
+    seen = image_data.read(body.get("image_data"), P, single, pictures)
+    if pictures:
+        prompts = [pictures.expanded(prompt, images) for prompt, images in zip(prompts, seen, strict=True)]
     params = _each(body, "sampling_params", P, Mapping, {})
     chosen = [sampling(p, context - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
     n = chosen[0][1] if chosen else 1
@@ -113,13 +122,14 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     routed = _each(body, "return_routed_experts", P, bool, False)
     adapters = _each(body, "lora_path", P, str | None, None)
     requests: list[Request] = []
-    for prompt, (one, _), logprob, start, top, experts, adapter, rid in zip(
-        prompts, chosen, wanted, starts, tops, routed, adapters, rids(body.get("rid"), P, single, n), strict=True
+    names = rids(body.get("rid"), P, single, n)
+    for prompt, (one, _), logprob, start, top, experts, adapter, rid, images in zip(
+        prompts, chosen, wanted, starts, tops, routed, adapters, names, seen, strict=True
     ):
         if start > len(prompt):
             raise ValueError(f"logprob_start_len: must be at most the prompt's {len(prompt)} tokens, got {start}")
         inputs = start if logprob and 0 <= start < len(prompt) else None
-        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts, adapter or "")
+        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts, adapter or "", images)
     logprobs = tuple(logprob for logprob in wanted for _ in range(n))
     check_size(requests, logprobs)
     return Ask(
@@ -129,6 +139,7 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
         stream=fields.boolean(body, "stream"),
         logprobs=logprobs,
         texts=fields.boolean(body, "return_text_in_logprobs"),
+        pictures=[pictures.picture(image) for images in seen for image in images] if pictures else (),
     )
 
 
@@ -243,15 +254,17 @@ def samples(
     top: int = 0,
     experts: bool = False,
     adapter: str = "",
+    images: tuple[Image, ...] = (),
 ) -> list[Request]:
     """Makes one request per name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
     differs from the others, and equals a separate request with that seed."""
     if not prompt:
         raise ValueError("the prompt must have at least one token, got none")
+    more = inputs, top, experts, adapter, images
     if chosen.seed is None or len(rid) == 1:
-        return [Request(name, prompt, chosen, inputs, top, experts, adapter) for name in rid]
+        return [Request(name, prompt, chosen, *more) for name in rid]
     each = [replace(chosen, seed=(chosen.seed + k) % 2**64) for k in range(len(rid))]
-    return [Request(name, prompt, one, inputs, top, experts, adapter) for name, one in zip(rid, each, strict=True)]
+    return [Request(name, prompt, one, *more) for name, one in zip(rid, each, strict=True)]
 
 
 def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .... import models
 from ....adapters import hf
 from ....models import wrappers
 from ...chat import fields
@@ -41,6 +42,11 @@ class Service:
         self.read, self.started = self.read_here, time.time()
         self.bridge: Bridge  # made on the event loop, when the server starts
         self.piece = functools.partial(logprobs.piece, tokenizer)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads images."""
+        return self.engine.pictures is not None
 
     def open(self) -> None:
         """Must be called on the event loop before the first request."""
@@ -110,7 +116,7 @@ class Service:
 
         with readable(path):
             self._check_config(path)
-            _, weights, checksums = read_weights(path, self.dtype, stage)
+            _, weights, checksums = read_weights(path, self.dtype, stage, sees=self.sees)
         return weights, checksums
 
     def _check_config(self, path: str) -> None:
@@ -122,10 +128,18 @@ class Service:
             if layers != self.engine.config.layers:
                 problem = f"num_hidden_layers {fields.shown(layers)} instead of {self.engine.config.layers}"
                 raise ValueError(f"{path}: must contain the model that is served, but has {problem}")
-        self._same_model(hf.read_config(path), path, but=("source", "rest", "prefix", "value_head"))
+        config = models.with_vision(hf.read_config(path)) if self.sees else hf.read_config(path)
+        self._same_model(config, path, but=("source", "rest", "prefix", "value_head"))
 
     def _same_model(self, config, path: str, but: Sequence[str] = ("source", "rest")) -> None:
-        ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
+        ours, theirs = map(_compared, (self.engine.config, config))
         if other := [name for name in ours if name not in but and ours[name] != theirs.get(name)]:
             shown = ", ".join(f"{name} {fields.shown(theirs.get(name))} instead of {ours[name]!r}" for name in other)
             raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
+
+
+def _compared(config) -> dict[str, Any]:
+    made = dataclasses.asdict(config)
+    if config.vision:
+        del made["vision"]["trained"]  # a trainer's concern
+    return made

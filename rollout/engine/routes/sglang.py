@@ -56,7 +56,11 @@ class SGLang:
         """Continues prompts of text or token ids."""
         start = time.perf_counter()
         body = await read_json(http)
-        ask = await off_loop(http, request_parsing.generate, body, self.service.tokenizer, self.engine.context)
+        given = body, self.service.tokenizer, self.engine.context, self.engine.pictures
+        if body.get("image_data"):  # of which little may be much to compute
+            ask = await asyncio.to_thread(request_parsing.generate, *given)
+        else:
+            ask = await off_loop(http, request_parsing.generate, *given)
         self.service.bridge.check_room(ask.requests)
         await self.service.compile([request.sampling for request in ask.requests])
         if ask.stream:
@@ -114,7 +118,7 @@ class SGLang:
                 "preferred_sampling_params": None,
                 "weight_version": self.engine.version,
                 "load_format": "safetensors",
-                "has_image_understanding": False,
+                "has_image_understanding": self.service.sees,
                 "has_audio_understanding": False,
                 "model_type": self.engine.config.family,
                 "architectures": source.get("architectures"),

@@ -1,0 +1,155 @@
+"""Images of prompts, on the host: their patches, and where in a prompt the features stand that are made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...models import vision
+from ...models.vision import Media, Tower
+from ..types import Image
+
+LOCKS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image as the vision tower reads it.
+
+    Attributes:
+      hash: of its bytes.
+      count: how many features it has; so many tokens stand for it.
+      grid: as in `vision.Media`.
+      patches: the arrays of `vision.arrange` for a row of this image, and `order`, i32[U], which of U features is that
+        of each token.
+    """
+
+    hash: str
+    count: int
+    grid: tuple[int, int, int]
+    patches: dict[str, np.ndarray]
+
+
+class Pictures:
+    """Makes pictures of images with a model's image processor; those in use are shared. For any thread."""
+
+    def __init__(self, processor: Any, tower: Tower):
+        """
+        Args:
+          processor: `media(image) -> vision.Media`, as `adapters.data.images.Processor`.
+        """
+        self._processor, self._tower = processor, tower
+        self._known: weakref.WeakValueDictionary[str, Picture] = weakref.WeakValueDictionary()
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
+
+    def picture(self, image: Image) -> Picture:
+        """The picture of an image.
+
+        Raises:
+          ValueError: the processor refuses it.
+        """
+        with self._locks[int(image.hash[:8], 16) % LOCKS]:  # samples of a group come at the same time
+            if (known := self._known.get(image.hash)) is None:
+                known = self._known[image.hash] = self._made(image)
+            return known
+
+    def _made(self, image: Image) -> Picture:
+        media, tower = self._processor.media(image), self._tower
+        count = len(media.patches) // tower.unit
+        row = np.full((1, count), tower.image)
+        made = vision.arrange(row, np.ones_like(row), [[media]], tower)
+        patches = {name: x for name, x in made.items() if name not in vision.PER_TOKEN}
+        patches["order"] = np.zeros(made["patch"].shape[1] // tower.unit, np.int32)
+        patches["order"][:count] = made["feature"][0]
+        return Picture(image.hash, count, media.grid, patches)
+
+    def expanded(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[int, ...]:
+        """Tokens with the image token as often as each image has features, where they have it once for each image, as
+        chat templates write it; others as they are."""
+        token = self._tower.image
+        if not images or sum(each == token for each in tokens) != len(images):
+            return tuple(tokens)
+        counts = iter([self.picture(image).count for image in images])
+        return tuple(each for one in tokens for each in ([token] * next(counts) if one == token else [one]))
+
+    def placed(self, tokens: Sequence[int], images: Sequence[Image]) -> Placement:
+        """Where the images of a prompt stand in it.
+
+        A run of image tokens that does not fit the next images is text: the model has sampled it earlier.
+
+        Args:
+          tokens: with an image's token as often as it has features.
+
+        Raises:
+          ValueError: the tokens are not those of the images, or the last one stands for a feature.
+        """
+        pictures = [self.picture(image) for image in images]
+        token = self._tower.image
+        runs, starts = _runs(tokens, token), list[int]()
+        for begin, end in runs:
+            at, several = begin, list[int]()
+            for picture in pictures[len(starts) :]:
+                if at + picture.count > end:
+                    break
+                several.append(at)
+                at += picture.count
+            if at == end:
+                starts += several
+        if len(starts) < len(pictures):
+            missing = pictures[len(starts)]
+            found = ", ".join(str(end - begin) for begin, end in runs) or "none"
+            raise ValueError(
+                f"images: image {len(starts) + 1} of {len(pictures)} needs {missing.count} tokens {token} in a row, "
+                f"one for each feature, or each image a single one, got runs of {found:.80}"
+            )
+        if starts[-1] + pictures[-1].count == len(tokens):
+            raise ValueError(f"images: a prompt must not end with an image, got token {token} as its last one")
+        return Placement(pictures, starts, tokens, self._tower)
+
+
+class Placement:
+    """The images of a prompt, and the places of their features.
+
+    Attributes:
+      shift: what rope's position of a token behind the prompt is above its index.
+    """
+
+    def __init__(self, pictures: Sequence[Picture], starts: Sequence[int], tokens: Sequence[int], tower: Tower):
+        self._each = list(zip(starts, pictures, strict=True))
+        stands = np.full(len(tokens), -1)
+        for start, picture in self._each:
+            stands[start : start + picture.count] = tower.image
+        grids = [Media(None, picture.grid) for picture in pictures]
+        self._position_N3, self.shift = vision.positions(stands, grids, tower)
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """Of tokens [start, end), also behind the prompt, in time, height and width, i32[end - start, 3]."""
+        n = len(self._position_N3)
+        behind_N = np.arange(max(start, n), max(end, n), dtype=np.int32) + self.shift
+        return np.concatenate([self._position_N3[start:end], np.repeat(behind_N[:, None], 3, 1)])
+
+    def within(self, start: int, end: int) -> list[tuple[int, Picture]]:
+        """(where it begins, picture) of those with features among tokens [start, end)."""
+        return [(at, one) for at, one in self._each if at < end and at + one.count > start]
+
+    def begun(self, end: int) -> bool:
+        """Whether there are features, and so rope's positions other than indices, before `end`."""
+        return self._each[0][0] < end
+
+    def key(self, start: int, end: int) -> bytes:
+        """Identifies the features among tokens [start, end)."""
+        found = "".join(f"{one.hash}{at - start}," for at, one in self.within(start, end))
+        return hashlib.blake2b(found.encode(), digest_size=16).digest() if found else b""
+
+
+def _runs(tokens: Sequence[int], token: int) -> list[tuple[int, int]]:
+    """[start, end) of each run of a token."""
+    is_N = np.asarray(tokens) == token
+    edges = np.flatnonzero(np.diff(is_N, prepend=False, append=False))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]

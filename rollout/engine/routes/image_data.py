@@ -1,0 +1,55 @@
+"""Parses the images of `/generate`'s bodies."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from ....adapters.data import images
+from ...chat.fields import Refused, rule, shown
+from ...types import Image
+from ..pictures import Pictures
+
+NAME = "image_data"
+MOST = 256  # images of a prompt
+
+
+def read(given: Any, P: int, single: bool, pictures: Pictures | None) -> list[tuple[Image, ...]]:
+    """The images of each of P prompts.
+
+    Args:
+      given: of one prompt an image or a list of them; of several an image for all, or for each an image, a list of
+        them, or null. An image is the base64 of a file, or a data URL.
+      single: the body has a prompt and not a list of them.
+      pictures: of the engine; None = it reads text alone.
+
+    Raises:
+      Refused: it is neither, or the model reads text alone.
+    """
+    if given is None or given in ("", []):
+        return [()] * P
+    rule(pictures is not None, NAME, "must be absent: the model that is served reads text alone", given)
+    if not isinstance(given, list):
+        return [(_image(given),)] * P
+    if single and not (len(given) == 1 and isinstance(given[0], list)):
+        given = [given]
+    rule(len(given) == P, NAME, f"must be a list for each of {P} prompts", f"{len(given)} entries")
+    return [_of_prompt(one) for one in given]
+
+
+def _of_prompt(given: Any) -> tuple[Image, ...]:
+    several = [] if given is None else given if isinstance(given, list) else [given]
+    rule(len(several) <= MOST, NAME, f"must have at most {MOST} images for a prompt", len(several))
+    return tuple(map(_image, several))
+
+
+def _image(given: Any) -> Image:
+    rule(isinstance(given, str), NAME, "must have images as base64 or data URLs", given)
+    if given[:5].lower() == "data:":
+        return images.read(given)
+    rule("://" not in given[:16], NAME, "must have images as base64 or data URLs; addresses are not fetched", given)
+    try:
+        data = base64.b64decode(given, validate=True)
+    except ValueError:
+        raise Refused(NAME, f"must have images as base64 or data URLs, got {shown(given)}") from None
+    return images.read(data)
