@@ -154,7 +154,7 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
         fleet = await enter(
             common.fleet(
                 config.servers, config.model, serve, concurrency=config.max_concurrent * config.samples,
-                environs=[devices.showing(ids) for ids in places],
+                image_token=processor.token if processor else None, environs=[devices.showing(ids) for ids in places],
             )
         )  # fmt: skip
         reward = await enter(

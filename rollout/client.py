@@ -33,6 +33,7 @@ async def connect(
     timeouts: Timeouts = TIMEOUTS,
     experts_per_token: int = 0,
     longest: int = 0,
+    image_token: int | None = None,
 ) -> AsyncIterator[Fleet]:
     """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
@@ -53,6 +54,7 @@ async def connect(
         without its shape.
       longest: tokens at which generation ends, prompt included, whatever `max_new_tokens` is, or earlier where a server
         takes less; a longer prompt raises ValueError. 0 = servers refuse what they do not take.
+      image_token: of a model that reads images, the id of the token that stands for a feature of one.
 
     Raises ServerError if a server or a stager does not answer, ValueError for invalid addresses, and if one refuses the
     key.
@@ -90,7 +92,7 @@ async def connect(
             await asyncio.gather(*(server.stager.check(timeout_s=ready_s) for server in servers if server.stager))
         fleet = assemble(
             servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
-            experts_per_token=experts_per_token, longest=longest,
+            experts_per_token=experts_per_token, longest=longest, image_token=image_token,
         )  # fmt: skip
         watching = asyncio.create_task(health.watch(fleet))
         try:

@@ -63,6 +63,7 @@ MAY_IMPORT = {
         "parallel",
         "models",
         "rollout.types",
+        "rollout.chat.images",
         "rollout.chat.template",
         "rollout.servers.engine_mesh",
         "rollout.servers.engine_options",

@@ -10,9 +10,10 @@ import torch
 import transformers
 import vlm
 
-from areax.adapters import cli, hf, safetensors, tokenizer
+from areax.adapters import cli, safetensors, tokenizer
 from areax.adapters.data import images as readers
 from areax.core.optim import Optimizer
+from areax.models.lora import Lora
 from areax.recipes import sft
 from areax.recipes.shared import offline
 
@@ -70,3 +71,38 @@ def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path):
     before, after = safetensors.read(place / "model"), safetensors.read(tmp_path / "out/model")
     same = {name for name in before if np.array_equal(before[name], after[name])}
     assert before.keys() == after.keys() and {name for name in before if "visual" in name} == same
+
+
+@pytest.mark.parametrize("more", [{"vision": "trained"}, {"vision": "auto"}], ids=str)
+def test_a_run_is_resumed_and_converted_exactly(place, tmp_path, more):
+    """With a tower of its own learning rate, and with one that stays."""
+    more = dict(more, steps=2, optim=Optimizer(lr=1e-2, vision_lr=1e-3 if more["vision"] == "trained" else 0.0))
+    sft.main(config(place, tmp_path / "whole", save_every=1, **more))
+    tiny.cut_off(tmp_path / "whole", tmp_path / "out", step=1)
+    sft.main(config(place, tmp_path / "out", **more))
+    files = [safetensors.read(tmp_path / name / "model") for name in ("whole", "out")]
+    assert cli.main(["convert", str(tmp_path / "whole"), str(tmp_path / "converted")]) == 0
+    files.append(safetensors.read(tmp_path / "converted"))
+    start = safetensors.read(place / "model")
+    for other in files[1:]:
+        assert other.keys() == start.keys() and all(np.array_equal(other[name], files[0][name]) for name in start)
+    moved = {name for name in start if not np.array_equal(start[name], files[0][name])}
+    assert any("visual" in name for name in moved) == (more["vision"] == "trained")
+    written = json.loads((tmp_path / "whole/config.json").read_text())["vision"]
+    assert written == more["vision"].replace("auto", "frozen")
+
+
+def test_adapters_of_a_run_are_merged(place, tmp_path):
+    """Into the text model; also of the state."""
+    sft.main(config(place, tmp_path / "out", steps=2, lora=Lora(rank=2)))
+    merged = safetensors.read(tmp_path / "out/model")
+    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "converted"), "--merge"]) == 0
+    assert cli.main(["convert", str(tmp_path / "out/adapter"), str(tmp_path / "other"), "--merge"]) == 0
+    start = safetensors.read(place / "model")
+    for path in (tmp_path / "converted", tmp_path / "other"):
+        other = safetensors.read(path)
+        assert other.keys() == merged.keys() == start.keys()
+        assert all(np.array_equal(other[name], merged[name]) for name in merged)
+    assert {name for name in start if not np.array_equal(start[name], merged[name])} == {
+        name for name in start if "_proj" in name and "visual" not in name
+    }

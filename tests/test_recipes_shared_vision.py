@@ -16,6 +16,7 @@ from areax.adapters import hf, peft, safetensors
 from areax.adapters.data import images as readers
 from areax.core import kl, losses, optim, packing
 from areax.models.lora import Lora
+from areax.parallel import mesh
 from areax.recipes.shared import learner, rl_options, trainer, vision
 from areax.rollout.types import Image, Sample
 
@@ -166,3 +167,22 @@ def test_a_critic_reads_images(place, how):
     report = trainer.train_on_batch(state, groups(place))
     assert report["skipped"] == 0 and report["critic_loss"] > 0
     assert not np.array_equal(head["score"], critic.state.params["score"])
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "layout, more",
+    [
+        (dict(fsdp=2, tp=2), dict(vision="trained")),
+        (dict(dp=2, cp=2), dict(objective=losses.GRPO(kl=kl.KL(coef=0.1)))),
+        (dict(fsdp=2, cp=2), dict(lora=Lora(rank=2))),
+    ],
+    ids=str,
+)
+def test_a_mesh_takes_the_step_of_one_device(place, layout, more):
+    one, many = built(place, **more), built(place, mesh=mesh.Layout(**layout), **more)
+    wanted, got = (trainer.train_on_batch(state, groups(place)) for state in (one, many))
+    for name in {"loss", "grad_norm", "update_ratio", "max_logp_diff", "kl"} & wanted.keys():
+        assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=2e-5), name
+    for a, b in zip(*(jax.tree.leaves(learner.whole(state.policy)) for state in (many, one)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(initial=1))

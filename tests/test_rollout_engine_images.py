@@ -1,8 +1,11 @@
 """Prompts with images: samples have the log-probabilities of training, and bits that do not depend on the schedule."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -10,13 +13,17 @@ import pytest
 import tiny
 import torch
 import vlm
+from test_rollout_engine_pages import half_computed
 
 from areax import models
 from areax.adapters import torch as torch_dicts
 from areax.core import packing
-from areax.models import paging, vision
+from areax.models import lora, mtp, paging, vision
 from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.pictures import Pictures
+from areax.rollout.engine.replicas import Replicas
 from areax.rollout.engine.request import Request, Sampling
+from areax.rollout.servers.engine_mesh import EngineMesh
 from areax.rollout.types import Image, supervised
 
 CONTEXT, PAGE = 96, 16
@@ -65,10 +72,9 @@ def engine_of(name, **options):
     return Engine(config, params, processor=Processor(), **SIZES | options)
 
 
-def ask(rid, tokens, images=(), more=20, **fields):
-    return Request(
-        str(rid), tokens, Sampling(max_new_tokens=more, ignore_eos=True, seed=int(rid)), images=images, **fields
-    )
+def ask(seed, tokens, images=(), more=20, **fields):
+    sampling = Sampling(max_new_tokens=more, ignore_eos=True, seed=seed)
+    return Request(**{"rid": str(seed), **fields}, prompt=tokens, sampling=sampling, images=images)
 
 
 def requests():
@@ -200,3 +206,137 @@ def test_greedy_answers_are_those_of_transformers(name):
     with Engine(config, params, processor=Processor(), **SIZES) as engine:
         greedy = Sampling(temperature=0, max_new_tokens=16, ignore_eos=True)
         assert engine.generate([Request("a", tokens, greedy, images=images)])[0].tokens == wanted
+
+
+def test_image_tokens_that_were_sampled_are_text():
+    """In an answer, and where a request is sent again with its tokens so far: they stand for no feature."""
+    config, params = model("qwen3_vl")
+    tokens, images = prompt(0, 3, WIDE, 2, SMALL, 4)
+    likely = Sampling(max_new_tokens=30, ignore_eos=True, seed=1, logit_bias=((vlm.IMAGE, 6.0), (vlm.VIDEO, 6.0)))
+    with engine_of("qwen3_vl") as engine:
+        [whole] = engine.generate([Request("whole", tokens, likely, images=images)])
+        assert whole.tokens.count(vlm.IMAGE) > 3 < whole.tokens.count(vlm.VIDEO)
+        wanted = trained(config, params, [*tokens, *whole.tokens], images, len(tokens))
+        np.testing.assert_allclose(whole.logp, wanted, atol=2e-5)
+        for n in (1, 11, 25):
+            rest = dataclasses.replace(likely, max_new_tokens=30 - n)
+            [again] = engine.generate([Request("again", (*tokens, *whole.tokens[:n]), rest, images=images)])
+            assert again.tokens == whole.tokens[n:]
+            np.testing.assert_allclose(again.logp, whole.logp[n:], atol=1e-5)
+
+
+def negative(params):
+    return jax.tree.map(lambda x: -x, params)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_features_are_those_of_the_weights_in_use(mode, monkeypatch):
+    """Also of a prompt that was computed as far as the middle of an image when new weights came."""
+    config, params = model("qwen3_vl")
+    tokens, images = prompt(8, 9, WIDE, 20)
+    asked = ask(1, tokens, images)
+    with Engine(config, negative(params), processor=Processor(), **SIZES) as engine:
+        [wanted] = engine.generate([asked])
+    with contextlib.closing(engine_of("qwen3_vl")) as engine:
+        found, done = encoded(engine), half_computed(engine, dataclasses.replace(asked, rid="half"), monkeypatch)
+        engine.pause(mode)
+        engine.load(negative(params), "new", flush=mode == "retract")
+        engine.resume()
+        assert all(same(engine.generate([asked])[0], wanted) for _ in range(2))
+        assert len(found) == 2 if mode == "retract" else len(found) == 3
+        assert mode == "in_place" or same(done[0], wanted)
+
+
+@pytest.mark.parametrize("predicts", [False, True], ids=["text", "mtp"])
+def test_drafts_change_no_bit(predicts):
+    """Found in texts, or predicted, by a layer that sees no images."""
+    name = "qwen3_5" if predicts else "qwen3_vl"
+    config, params = model(name)
+    params = {**params, "mtp": tiny.weights(mtp.table(config), 0.16)} if predicts else params
+    asked = requests()
+    with Engine(config, params, processor=Processor(), draft=4, **SIZES) as engine:
+        assert engine.draft_from == ("mtp" if predicts else "text")
+        bias = ((0, 0.0),)  # a request with one takes no drafts
+        alone = [
+            engine.generate([dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, logit_bias=bias))])[0]
+            for one in asked
+            if engine.flush()
+        ]
+        assert engine.stats()["drafted"] == 0
+        for order in (slice(None), slice(None, None, -1), slice(None)):
+            assert all(map(same, engine.generate(asked[order]), alone[order]))
+        assert engine.stats()["accepted"] > 0
+
+
+def test_adapters_read_images():
+    config, params = model("qwen3_vl")
+    spec = lora.Lora(rank=3, alpha=5)
+    factors = tiny.weights(lora.table(models.table(config), spec), 0.2)
+    tokens, images = prompt(0, 3, WIDE, 2, SMALL, 4)
+    with engine_of("qwen3_vl") as engine:
+        engine.load_adapter("a", spec, factors)
+        plain, adapted = engine.generate([ask(0, tokens, images), ask(1, tokens, images, adapter="a")])
+    assert adapted.cached_tokens == plain.cached_tokens == 0
+    for made, own in ((plain, params), (adapted, lora.join(params, factors, spec))):
+        wanted = trained(config, own, [*tokens, *made.tokens], images, len(tokens))
+        np.testing.assert_allclose(made.logp, wanted, atol=1e-4)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("name, split", [("qwen2_5_vl", EngineMesh(tp=2)), ("qwen3_5", EngineMesh(tp=2))])
+def test_samples_over_devices_are_those_of_one_device(name, split):
+    with engine_of(name) as one, engine_of(name, mesh=split) as engine:
+        found, wanted = engine.generate(requests()), one.generate(requests())
+        assert engine.flush()
+        assert same(engine.generate(requests()[:1])[0], found[0])
+    for a, b in zip(found, wanted, strict=True):
+        assert a.tokens == b.tokens
+        np.testing.assert_allclose(a.logp, b.logp, atol=4e-5)
+
+
+def test_replicas_share_the_prompts_of_images():
+    """Requests with the same images go where these have been computed, those with others may go elsewhere."""
+    config, params = model("qwen3_vl")
+    tokens, images = prompt(4, 20, WIDE, 9)
+    with engine_of("qwen3_vl") as one:
+        wanted = one.generate([ask(0, tokens, images), ask(0, tokens, (OTHER,), rid="other")])
+    with Replicas(config, params, mesh=EngineMesh(dp=2), processor=Processor(), **SIZES) as both:
+        found = [*both.generate([ask(0, tokens, images)]), *both.generate([ask(0, tokens, (OTHER,), rid="other")])]
+        assert all(map(same, found, wanted))
+        [again] = both.generate([ask(0, tokens, images)])
+        assert same(again, wanted[0]) and again.cached_tokens == len(tokens) - 1
+
+
+def test_bad_images_are_refused_in_one_line():
+    tokens, images = prompt(0, 3, WIDE, 2, SMALL, 4)
+    with engine_of("qwen3_vl") as engine:
+        for given, seen, words in [
+            (tokens, images[:1] * 2, "image 2 of 2 needs 15 tokens 57 in a row, one for each feature"),
+            (tokens, images[::-1], "got runs of 15, 6"), (tokens, (*images, SMALL), "image 3 of 3"),
+            (tokens[:19], images[:1], "must not end with an image"), (tokens[:18], images[:1], "got runs of 14"),
+            ((1, 2), images, "got runs of none"),
+        ]:  # fmt: skip
+            with pytest.raises(ValueError, match=words):
+                engine.generate([ask(0, given, seen)])
+        assert engine.generate([ask(0, tokens, images, 3)])[0].tokens
+    config, params = model("qwen3_vl")
+    with Engine(config, params, **SIZES) as engine:
+        with pytest.raises(ValueError, match="this model reads text alone"):
+            engine.generate([ask(0, tokens, images)])
+        assert engine.generate([ask(0, tokens, more=3)])[0].tokens
+
+
+def test_patches_of_an_image_are_computed_once_at_a_time():
+    class Slow(Processor):
+        count = 0
+
+        def media(self, image):
+            self.count += 1
+            time.sleep(0.05)
+            return super().media(image)
+
+    slow = Slow()
+    pictures = Pictures(slow, model("qwen3_vl")[0].vision)
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(pictures.picture, [Image(WIDE.data) for _ in range(8)])]
+    assert len(set(found)) == slow.count == 1

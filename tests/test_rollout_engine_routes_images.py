@@ -2,67 +2,31 @@
 
 import asyncio
 import base64
-import io
-import json
 import shutil
 import types
 
-import numpy as np
-import PIL.Image
+import jax
 import pytest
 import servers
 import tiny
 import vlm
 
-from areax import models
 from areax.adapters import hf, tokenizer
 from areax.adapters.data import images
+from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.engine import server as program
 from areax.rollout.engine.request import Request, Sampling
 from areax.rollout.servers.engine_options import EngineOptions
 
 OPTIONS = EngineOptions(slots=4, context=128)
-NAMES = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
-START, PAD, FILM, END = NAMES
-
-
-def write(path, seed=0, kind="qwen3_vl"):
-    """A checkpoint of a model that reads images, with a tokenizer of bytes and its image processor."""
-    tokens = tokenizer.byte_level()
-    tokens.add_special_tokens({"additional_special_tokens": list(NAMES)})
-    start, image, video, end = tokens.convert_tokens_to_ids(list(NAMES))
-    case = vlm.CASES[kind]
-    source = {
-        "model_type": kind, "architectures": ["Any"], **case, "image_token_id": image, "video_token_id": video,
-        "vision_start_token_id": start, "vision_end_token_id": end,
-        "text_config": case["text_config"] | {"vocab_size": len(tokens), "max_position_embeddings": 256},
-    }  # fmt: skip
-    config = models.with_vision(models.config_from_hf(source))
-    hf.save(path, config, tiny.weights(models.table(config), 0.16, seed), tokenizer=tokens)
-    options = {
-        "patch_size": 2,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": 16, "longest_edge": 400},
-    }
-    (path / images.FILE).write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessorFast", **options}))
-    return path
-
-
-def encoded(width, height, seed=0):
-    """Base64 of a PNG."""
-    pixels, file = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8), io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-WIDE, TALL = encoded(20, 12), encoded(8, 16, 1)
+START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+WIDE, TALL = (base64.b64encode(vlm.png(*size)).decode() for size in ((20, 12), (8, 16)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("model") / "a")
+    return vlm.folder(tmp_path_factory.mktemp("model") / "a", "qwen3_vl")
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +68,28 @@ def test_a_prompt_is_the_same_as_text_or_ids_expanded_or_not(inside):
     assert server.ok("/model_info")["has_image_understanding"]
 
 
+def test_a_client_sends_the_prompts_that_sessions_make(inside):
+    server, service = inside
+    processor = images.load(service.path)
+    pictures = tuple(images.read(base64.b64decode(each)) for each in (WIDE, TALL))
+    ids = service.tokenizer.encode(f"a{START}{PAD}{END}b{START}{PAD}{END}c", add_special_tokens=False)
+    prompt = processor.expanded(ids, pictures)
+
+    async def main():
+        async with client.connect([server.url], image_token=processor.token) as fleet:
+            wanted = {"temperature": 1.0, "max_new_tokens": 20, "ignore_eos": True, "seed": 3}
+            return await fleet.generate(prompt, pictures, **wanted)
+
+    done = asyncio.run(main())
+    sampling = Sampling(max_new_tokens=20, ignore_eos=True, seed=3)
+    [made] = service.engine.generate([Request("a", tuple(prompt), sampling, images=pictures)])
+    assert (done.tokens, done.logp) == (made.tokens, made.logp)
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"text": f"a{PAD}b", "image_data": [WIDE, TALL]}, "image 1 of 2 needs 15 tokens 289 in a row"),
+        ({"text": f"a{PAD}b", "image_data": [WIDE, TALL]}, "image 1 of 2 needs 6 tokens 57 in a row"),
         ({"text": "ab", "image_data": WIDE}, "got runs of none"),
         ({"text": f"a{PAD}", "image_data": WIDE}, "must not end with an image"),
         ({"text": f"a{PAD}b", "image_data": "http://127.0.0.1/a.png"}, "addresses are not fetched"),
@@ -143,11 +125,10 @@ def probe(server):
 
 def test_new_weights_have_their_tower_or_leave_the_old_one(folder, tmp_path, inside):
     """From files and from a trainer of this process, also after the memory for weights was released."""
-    other = write(tmp_path / "b", seed=1)
-    (config, first), (_, second) = (hf.load(path, vision=True) for path in (folder, other))
-    mixed = {**second, "vision": first["vision"]}
-    hf.save(tmp_path / "mixed", config, mixed, tokenizer=tokenizer.load(folder))
-    (tmp_path / "mixed" / images.FILE).write_text((folder / images.FILE).read_text())
+    (config, first), tokens = hf.load(folder, vision=True), tokenizer.load(folder)
+    second = jax.tree.map(lambda x: -x, first)
+    other = hf.save(tmp_path / "b", config, second, tokenizer=tokens)
+    hf.save(tmp_path / "mixed", config, {**second, "vision": first["vision"]}, tokenizer=tokens)
     found = {}
     for path in (folder, other, tmp_path / "mixed"):
         with in_process.serving(str(path), OPTIONS, dtype="float32") as (url, _):
@@ -190,7 +171,7 @@ def test_a_folder_without_an_image_processor_serves_text(folder, inside, tmp_pat
         status, answer = alone.post("/generate", body(text=f"a{PAD}b", image_data=WIDE))
         assert status == 400 and "reads text alone" in answer["error"]["message"]
         shown = program.described(handover._service)
-        assert shown.endswith(f"4 slots of 128 tokens, text only (the folder has no {images.FILE})")
+        assert shown.endswith(f"4 slots of 96 tokens, text only (the folder has no {images.FILE})")
         both = [each.ok("/generate", body(text="abcdefgh", return_logprob=True)) for each in (alone, inside[0])]
         assert both[0]["meta_info"]["output_token_logprobs"] == both[1]["meta_info"]["output_token_logprobs"]
-    assert program.described(inside[1]).endswith("4 slots of 128 tokens, images")
+    assert program.described(inside[1]).endswith("4 slots of 96 tokens, images")

@@ -301,6 +301,7 @@ async def fleet(
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
     experts_per_token: int = 0,
     longest: int = 0,
+    image_token: int | None = None,
     environs: Sequence[Mapping[str, str]] = (),
 ) -> AsyncIterator[client.Fleet]:
     """Connects to the servers at `urls`; without any, starts servers of checkpoint `path` here and restarts those that
@@ -311,6 +312,7 @@ async def fleet(
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
       longest: tokens at which generation ends, as `client.connect`; says if servers take less.
+      image_token: of a model that reads images, as `client.connect`.
       environs: of servers that are started, as `local.servers`.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
@@ -318,7 +320,7 @@ async def fleet(
     prepare = None
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
-        longest=longest, timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
+        longest=longest, image_token=image_token, timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:

@@ -38,10 +38,10 @@ class Processor(Hashable, Protocol):
 
 def given(row: Mapping[str, Any]) -> list[Any]:
     """The sources in a row's field `images`, or the one in its field `image`."""
-    found = [name for name in FIELDS if not _empty(row.get(name))]
-    if len(found) > 1:
+    fields = [name for name in FIELDS if not _empty(row.get(name))]
+    if len(fields) > 1:
         raise ValueError(f"a row needs its images in one field, {' or '.join(FIELDS)}, got both")
-    value = row[found[0]] if found else []
+    value = row[fields[0]] if fields else []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -77,11 +77,11 @@ def placed(messages: Sequence[Message], sources: Sequence[Any]) -> list[Any]:
 
 def located(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The row with paths of images as seen from `folder`, where its file is, if there are such files."""
-    found = {name: _at(row[name], folder) for name in FIELDS if not _empty(row.get(name))}
+    moved = {name: _at(row[name], folder) for name in FIELDS if not _empty(row.get(name))}
     for name in ("messages", "prompt"):
         if isinstance(row.get(name), list) and within(row[name]):
-            found[name] = [_moved(message, folder) for message in row[name]]
-    return {**row, **found} if found else row
+            moved[name] = [_moved(message, folder) for message in row[name]]
+    return {**row, **moved} if moved else row
 
 
 def _moved(message: Any, folder: Path) -> Any:
@@ -116,7 +116,7 @@ def shown(value: Any) -> Any:
 
 def within(messages: Sequence[Message]) -> bool:
     """Whether there are images in the messages."""
-    return any(True for _ in _found(messages))
+    return any(True for _ in found(messages))
 
 
 def of_row(row: Mapping[str, Any]) -> bool:
@@ -150,7 +150,7 @@ def _read(part: Any, processor: Processor) -> dict[str, Any]:
 
 def of(messages: Sequence[Message]) -> tuple[Image, ...]:
     """Those of messages that were `read`, in order."""
-    return tuple(part["image"] for part in _found(messages))
+    return tuple(part["image"] for part in found(messages))
 
 
 def refuse(answer: Sequence[int], processor: Processor) -> None:
@@ -191,7 +191,8 @@ def _parts(message: Any) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _found(messages: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+def found(messages: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    """The parts of messages that are images, in order."""
     return (part for message in messages for part in _parts(message) if _is_image(part))
 
 
@@ -216,7 +217,7 @@ def _waits(part: Any) -> bool:
 
 
 def _places(messages: Sequence[Any]) -> int:
-    return sum(map(_waits, _found(messages)))
+    return sum(map(_waits, found(messages)))
 
 
 def _filled(message: Any, left: Iterator[Any]) -> Any:

@@ -128,6 +128,11 @@ class Placement:
         grids = [Media(None, picture.grid) for picture in pictures]
         self._position_N3, self.shift = vision.positions(stands, grids, tower)
 
+    @property
+    def marks(self) -> dict[int, str]:
+        """The hash of each image by the index of its first token."""
+        return {at: one.hash for at, one in self._each}
+
     def positions(self, start: int, end: int) -> np.ndarray:
         """Of tokens [start, end), also behind the prompt, in time, height and width, i32[end - start, 3]."""
         n = len(self._position_N3)

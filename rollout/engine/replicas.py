@@ -18,8 +18,7 @@ from ...models.lora import Lora
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from ..servers.prefix_routing import Cached, chain, choose
 from ..types import Image
-from .engine import COMPUTED, COUNTED, RELEASABLE, Engine, Pair, collect
-from .pictures import Placement
+from .engine import COMPUTED, COUNTED, RELEASABLE, Checked, Engine, Pair, collect
 from .request import Progress, Request
 from .slots import devices_of
 
@@ -116,10 +115,7 @@ class Replicas:
         groups: dict[tuple[str, Sequence[int], tuple[Image, ...]], list[int]] = {}
         for i, (request, *_) in enumerate(checked):
             groups.setdefault((request.adapter, tuple(request.prompt), request.images), []).append(i)
-        hashed = [
-            [hash((request.adapter, seen, chunk)) for seen, chunk in self._chunks(request, images)]
-            for request, *_, images in (checked[group[0]] for group in groups.values())
-        ]
+        hashed = [self._hashes(checked[group[0]]) for group in groups.values()]
         with self._locked():
             for engine in self._engines:
                 engine.refuse(checked)
@@ -130,12 +126,11 @@ class Replicas:
                 replica.cached.add(hashes)
                 replica.engine.queue([queued[i] for i in group])
 
-    def _chunks(self, request: Request, images: Placement | None) -> Iterator[tuple[bytes, int]]:
-        """For each complete page of a prompt, the images up to its end, and a hash of all tokens up to there."""
-        seen, size = b"", self._page
-        for i, chunk in enumerate(chain(request.prompt, size)):
-            seen += images.key(i * size, (i + 1) * size) if images else b""
-            yield seen, chunk
+    def _hashes(self, checked: Checked) -> list[int]:
+        """Of each page of a prompt and all that is before it: its tokens, images and adapter."""
+        request, *_, images = checked
+        marks = images.marks if images else {}
+        return [hash((request.adapter, chunk)) for chunk in chain(request.prompt, self._page, marks)]
 
     def _seeded(self, request: Request) -> Request:
         if request.sampling.seed is not None:

@@ -16,7 +16,7 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,12 +25,12 @@ from .. import events
 from ..errors import ServerError
 from ..processes import keys
 from ..servers import concurrency as pressure
-from ..servers import gauges, prefix_routing
+from ..servers import gauges, image_tokens, prefix_routing
 from ..servers.endpoint import Broken, Busy, Unreached, backoff
 from ..servers.labels import version_of
 from ..servers.server import Server, connect
 from ..servers.types import SOUND, Part, Published, State
-from ..types import Completion, Finish
+from ..types import Completion, Finish, Image
 from ..weights import lora
 
 log = logging.getLogger(__name__)
@@ -109,10 +109,10 @@ class Fleet:
       not_offloaded: cleared while servers are offloaded (`offload.offload`); no server is recovered then.
       restart: replaces a dead server's process, if possible.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
-        string), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered` (concurrency limits),
-        `refused`, `broken`, `rerouted` (its server was taken out of traffic), `strange` (sampled with weights that the
-        server was not given), `out_of_time` (whose episode took too long); of servers: the states they entered,
-        `recovered, restarted, joined, left`; of pushes: `undone`.
+        string or an image token), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered`
+        (concurrency limits), `refused`, `broken`, `rerouted` (its server was taken out of traffic), `strange` (sampled
+        with weights that the server was not given), `out_of_time` (whose episode took too long); of servers: the states
+        they entered, `recovered, restarted, joined, left`; of pushes: `undone`.
       waits: how long requests waited here for a server with room.
     """
 
@@ -127,6 +127,7 @@ class Fleet:
         timeouts: Timeouts = TIMEOUTS,
         experts_per_token: int = 0,
         longest: int = 0,
+        image_token: int | None = None,
     ):
         """
         Args:
@@ -135,6 +136,7 @@ class Fleet:
           timeout_s: longest time without progress of a `generate` call; see `client.connect`.
           experts_per_token: of the model, for `routed_experts`.
           longest: tokens at which generation ends, prompt included; see `client.connect`.
+          image_token: the id that stands for a feature of an image; None = prompts have no images.
         """
         self.servers = list(servers)
         self.published: Published | None = None
@@ -146,6 +148,7 @@ class Fleet:
         self.waits = gauges.Waits()
         self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
         self._experts_per_token, self._longest = experts_per_token, longest
+        self._image_token = image_token
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -185,6 +188,7 @@ class Fleet:
     async def generate(
         self,
         tokens: Sequence[int],
+        images: Sequence[Image] = (),
         *,
         temperature: float = 1.0,
         max_new_tokens: int = 64,
@@ -214,6 +218,8 @@ class Fleet:
         one are resampled, because the server searches for stop strings only in what one request generates.
 
         Args:
+          images: of a prompt with images, in the order of their tokens; `tokens` have as many as each has features. A
+            resumption samples from a sampled image token on anew, which servers would take for another image.
           frequency_penalty, presence_penalty, repetition_penalty, logit_bias: as in SGLang; biases by token id. As with
             grammars, an aborted request then begins anew, because servers count, and follow a grammar, from the
             prompt's end.
@@ -279,7 +285,13 @@ class Fleet:
         }
         trouble: list[str] = []
         work = lambda limit: self._generate(
-            [int(t) for t in tokens], sampling, routed_experts, trouble, limit, until, on_tokens
+            image_tokens.Prompt([int(t) for t in tokens], images, self._image_token),
+            sampling,
+            routed_experts,
+            trouble,
+            limit,
+            until,
+            on_tokens,
         )
         return await self._in_time("generate", work, trouble)
 
@@ -295,7 +307,9 @@ class Fleet:
         self.counts["reads"] += 1
         trouble: list[str] = []
         attempt = lambda server, adapter: server.api.read(tokens, top_k=top_k, adapter=adapter, cache_key=server.label)
-        server, part = await self._in_time("read", lambda limit: self._send(tokens, attempt, trouble), trouble)
+        server, part = await self._in_time(
+            "read", lambda limit: self._send(image_tokens.Prompt(tokens), attempt, trouble), trouble
+        )
         return server.url, part
 
     async def _in_time(self, what: str, work: Callable[[asyncio.Timeout], Awaitable], trouble: list[str]):
@@ -312,7 +326,7 @@ class Fleet:
 
     async def _generate(
         self,
-        prompt: list[int],
+        prompt: image_tokens.Prompt,
         sampling: dict,
         experts: bool,
         trouble: list[str],
@@ -343,13 +357,14 @@ class Fleet:
                     on_tokens([*so_far, *new])
 
             wanted = self._experts_per_token if experts else 0
+            sent = replace(prompt, tokens=[*prompt.tokens, *tokens])
             attempt = functools.partial(
-                _attempt, [*prompt, *tokens], sampling | left, wanted, None if late else until,
+                _attempt, sent, sampling | left, wanted, None if late else until,
                 on_new if on_tokens else None,
             )  # fmt: skip
-            server, part = await self._send([*prompt, *tokens], attempt, trouble, labels[-1] if labels else "")
+            server, part = await self._send(sent, attempt, trouble, labels[-1] if labels else "")
             if experts:
-                routed = _joined(routed, part, len(prompt) + len(tokens))
+                routed = _joined(routed, part, len(sent.tokens))
             if part.tokens:
                 self._renew(limit)
             tokens += part.tokens
@@ -363,8 +378,8 @@ class Fleet:
             if late:  # it was still waiting
                 most = 1
                 continue
-            if reach:
-                keep = max(0, len(tokens) - reach)
+            keep = min(prompt.until_image(tokens), max(0, len(tokens) - reach))
+            if keep < len(tokens):
                 self.counts["dropped"] += len(tokens) - keep
                 del tokens[keep:], logp[keep:], labels[keep:]
             longest, idle = max(longest, len(tokens)), 0 if len(tokens) > longest else idle + 1
@@ -380,7 +395,7 @@ class Fleet:
         version = [version_of(label) for label in labels]
         finish: Finish = "length" if part.finish == "abort" else part.finish
         events.emit(
-            "call", begun=begun, url=server.url, prompt_tokens=len(prompt), tokens=len(tokens),
+            "call", begun=begun, url=server.url, prompt_tokens=len(prompt.tokens), tokens=len(tokens),
             versions=events.runs(version), finish=finish, resumed=resumed, out_of_time=late,
         )  # fmt: skip
         return Completion(
@@ -394,19 +409,19 @@ class Fleet:
         )
 
     async def _send(
-        self, tokens: Sequence[int], attempt: Attempt, trouble: list[str], begun: str = ""
+        self, prompt: image_tokens.Prompt, attempt: Attempt, trouble: list[str], begun: str = ""
     ) -> tuple[Server, Part]:
         """Makes attempts, each on the best server at the time, until one returns a complete answer.
 
         Args:
-          tokens: the prompt, for routing.
+          prompt: for routing.
           trouble: collects the reasons of failed attempts.
           begun: the label of the completion's last token so far.
         """
         busy = broken = 0
         while True:
             with self.waits.timed():
-                server = await self._acquire(tokens)
+                server = await self._acquire(prompt)
             oldest, sent, pauses = server.admitted, asyncio.get_running_loop().time(), server.pauses
             name = lora.choose(server, begun)
             try:
@@ -448,7 +463,7 @@ class Fleet:
                     preempted = part.preemptions > server.pauses - pauses  # a pause preempts once, too
                     self._update_concurrency_limit(server, sent, preempted=preempted)
                     if len(self.servers) > 1:
-                        server.cached.add(prefix_routing.chain([*tokens, *part.tokens]))
+                        server.cached.add(prompt.hashes(part.tokens))
                     return server, part
                 why = f"{server.url}: samples with weights {sorted(strange)}, but was given {given}"
                 self._on_unexpected_version(server, why, trouble)
@@ -499,8 +514,8 @@ class Fleet:
             server.running.discard(task)
             task.cancel()
 
-    async def _acquire(self, tokens: Sequence[int]) -> Server:
-        hashes = prefix_routing.chain(tokens) if len(self.servers) > 1 else []
+    async def _acquire(self, prompt: image_tokens.Prompt) -> Server:
+        hashes = prompt.hashes() if len(self.servers) > 1 else []
         while True:
             self.raise_if_unrecoverable()
             ready = [server for server in self.healthy if server.load < self.room(server) and not server.draining]
@@ -651,13 +666,13 @@ def _stop(tasks: Iterable[asyncio.Task]) -> None:
         task.cancel()
 
 
-async def _attempt(tokens, sampling, experts, until, on_tokens, server: Server, adapter: str) -> Part:
+async def _attempt(prompt, sampling, experts, until, on_tokens, server: Server, adapter: str) -> Part:
     name = "" if until is None else secrets.token_hex(16)
     ending = None if until is None else asyncio.create_task(_abort_at(until, server, name))
     try:
         # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
         return await server.api.generate(
-            tokens, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, rid=name,
+            prompt, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, rid=name,
             on_tokens=on_tokens,
         )  # fmt: skip
     finally:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import xxhash
 
 BLOCK = 64  # tokens; shorter prompts are cheap to compute anywhere
 TOKENS = 1 << 20  # tokens remembered for a server that does not report its cache size
+NONE: Mapping[int, str] = MappingProxyType({})
 SLACK, RATIO = 8, 1.25  # much busier = more than SLACK requests more, and more than RATIO times as many
 
 
@@ -35,12 +37,18 @@ class Routable(Protocol):
 Choice = TypeVar("Choice", bound=Routable)
 
 
-def chain(tokens: Sequence[int], block: int = BLOCK) -> list[int]:
-    """For each complete block of so many tokens, a hash of it and all blocks before it."""
+def chain(tokens: Sequence[int], block: int = BLOCK, marks: Mapping[int, str] = NONE) -> list[int]:
+    """For each complete block of so many tokens, a hash of it and all blocks before it.
+
+    Args:
+      marks: by the index of a token what else tells it apart, such as the hash of the image that begins there.
+    """
     data = memoryview(array("q", tokens)).cast("B")
     state, hashes = xxhash.xxh3_64(), []
-    for end in range(8 * block, len(data) + 1, 8 * block):
-        state.update(data[end - 8 * block : end])
+    for end in range(block, len(tokens) + 1, block):
+        for index in sorted(marks.keys() & range(end - block, end)):
+            state.update(f"{index} {marks[index]} ".encode())
+        state.update(data[8 * (end - block) : 8 * end])
         hashes.append(state.intdigest())
     return hashes
 

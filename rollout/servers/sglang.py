@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import ServerError
 from .concurrency import Report
 from .endpoint import Endpoint
+from .image_tokens import Prompt
 from .labels import per_token
 from .types import Part
 
@@ -193,7 +194,7 @@ class SGLang(Endpoint):
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        prompt: Sequence[int] | Prompt,
         sampling: Mapping[str, Any],
         *,
         experts_per_token: int = 0,
@@ -202,7 +203,7 @@ class SGLang(Endpoint):
         rid: str = "",
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Part:
-        """Makes one attempt to continue `tokens`.
+        """Makes one attempt to continue a prompt, tokens alone or with images.
 
         Args:
           sampling: temperature, top_p, ... as `Fleet.generate` takes them; `seed` and empty values may be missing.
@@ -215,10 +216,11 @@ class SGLang(Endpoint):
 
         Raises:
           Unreached, Broken: as `Endpoint.call`.
-          ServerError: an answer that breaks the contract.
+          ServerError: an answer that breaks the contract; the server reads another number of tokens in the images.
           ValueError: the server refused the request.
         """
-        body = _body(tokens, sampling, adapter, cache_key) | ({"rid": rid} if rid else {})
+        prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        body = _body(prompt, sampling, adapter, cache_key) | ({"rid": rid} if rid else {})
         if experts_per_token:
             body["return_routed_experts"] = True
         if on_tokens is None:
@@ -227,6 +229,12 @@ class SGLang(Endpoint):
             on_event = lambda event: on_tokens(event["output_ids"])
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event)
         part = self._part(answer, experts_per_token)
+        read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
+        if prompt.images and read != sent:
+            raise ServerError(
+                f"{self.url}/generate: a prompt with {len(prompt.images)} images must have the {sent} tokens that the "
+                f"model's image processor makes of it, got {read}; serve with the model's preprocessor_config.json"
+            )
         if experts_per_token and part.tokens and part.routed is None:
             raise ServerError(
                 f"{self.url}/generate: routed experts were asked for, got none; start SGLang with "
@@ -251,7 +259,9 @@ class SGLang(Endpoint):
 
         Raises as `generate`.
         """
-        body = _body(tokens, {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {"logprob_start_len": 0}
+        body = _body(Prompt(tokens), {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {
+            "logprob_start_len": 0
+        }
         if top_k:
             body["top_logprobs_num"] = int(top_k)
         answer = await self.call("POST", "/generate", body, timeout_s=timeout_s)
@@ -268,10 +278,11 @@ class SGLang(Endpoint):
             raise ServerError(f"{self.url}/generate: {error}") from error
 
 
-def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cache_key: str) -> dict[str, Any]:
+def _body(prompt: Prompt, sampling: Mapping[str, Any], adapter: str, cache_key: str) -> dict[str, Any]:
     params = {("sampling_seed" if name == "seed" else name): value for name, value in sampling.items()}
     return {
-        "input_ids": [int(t) for t in tokens],
+        "input_ids": prompt.short(),
+        **({"image_data": prompt.data()} if prompt.images else {}),
         "sampling_params": params,
         "return_logprob": True,
         **({"extra_key": cache_key} if cache_key else {}),

@@ -174,7 +174,8 @@ async def judged(
     answer = (await session.ask(messages)).answer.content
     put = question.format(question=images.words(messages[-1]["content"]), answer=answer)
     judge = Session(generate, tokenizer, processor, sampling=sampling)
-    verdict = (await judge.ask([{"role": "user", "content": put}])).answer
+    shown = [*images.found(messages), {"type": "text", "text": put}] if images.within(messages) else put
+    verdict = (await judge.ask([{"role": "user", "content": shown}])).answer
     found = re.search(r"(-?\d+(?:\.\d+)?)\W*$", verdict.content)
     session.set_reward(min(max(float(found[1]) / best, 0.0), 1.0) if found else None)
     return session.samples(row=row, verdict=verdict.content)

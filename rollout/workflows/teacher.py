@@ -87,6 +87,8 @@ async def annotate(
 
     async def one(sample: Sample) -> Sample:
         row = sample.info.get("row", {})
+        if sample.images:
+            raise ValueError(f"annotate: teachers read text alone, got a row with images; {object_path.row(row)}")
         name = row.get("teacher", next(iter(teachers)) if len(teachers) == 1 else None)
         if name not in teachers:
             raise ValueError(
