@@ -260,6 +260,7 @@ async def train(
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
                 handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
+                image_token=processor.token if processor else None,
                 environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
             )
         )  # fmt: skip

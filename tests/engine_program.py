@@ -15,10 +15,13 @@ from areax.rollout.servers.engine_mesh import EngineMesh
 
 def over_devices(case, mesh, draft):
     """An engine whose caches do not hold what its requests need."""
-    import test_rollout_engine_mesh as plain  # these compute, so the job must have been joined
+    import test_rollout_engine_images as seeing  # these compute, so the job must have been joined
+    import test_rollout_engine_mesh as plain
     import test_rollout_engine_programs_mtp_drafts as predicting
 
     split = EngineMesh(**json.loads(mesh))
+    if case in seeing.vlm.CASES:
+        return seeing.engine_of(case, 0.4, draft=int(draft), mesh=split)
     if case == "glm4_moe":
         return predicting.engine_of(case, 0.4, draft=int(draft), mesh=split)
     return plain.engine_of(case, split, 0.4, int(draft))
@@ -26,8 +29,10 @@ def over_devices(case, mesh, draft):
 
 def generate(engine, case):
     """What requests with little memory give, then some with adapters, more than the arrays begin with."""
-    from test_rollout_engine_pages import requests
+    import test_rollout_engine_images as seeing
+    from test_rollout_engine_pages import requests as texts
 
+    requests = (lambda case: seeing.requests()) if case in seeing.vlm.CASES else texts
     made = engine.generate(requests(case))
     assert engine.stats()["preemptions"] > 0
     if "moe" not in case:

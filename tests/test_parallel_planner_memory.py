@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_families
+import vlm
 
 from areax import models
 from areax.adapters.commands import aot
@@ -13,7 +14,7 @@ from areax.core import losses, optim, param
 from areax.models import layer, lora, paging, transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
-from areax.parallel.planner import generation, memory
+from areax.parallel.planner import generation, memory, towers
 from areax.parallel.planner.job import Job
 from areax.rollout.engine.programs import pool, staging
 from areax.rollout.engine.slots import mesh_of
@@ -133,6 +134,67 @@ def test_argument_bytes_of_adapters_match_the_compiled_step(family, name, base):
         frozen="bfloat16", frozen_shapes=aot.frozen(step),
     )  # fmt: skip
     assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
+
+
+# -- vision towers ---------------------------------------------------------------------------------
+
+
+def seeing(name, trained):
+    source = {"model_type": name, "architectures": ["Any"], "dtype": "bfloat16", **vlm.CASES[name]}
+    return models.with_vision(models.config_from_hf(source), trained)
+
+
+TOWERS = [
+    ("qwen2_5_vl", "one", "trained", 1), ("qwen3_vl", "one", "frozen", 2), ("qwen3_vl", "one", "adapters", 1),
+    pytest.param("qwen3_vl", "fsdp2 tp2", "trained", 2, marks=pytest.mark.mesh),
+    pytest.param("qwen2_5_vl", "cp2 dp2", "frozen", 1, marks=pytest.mark.mesh),
+    pytest.param("qwen2_5_vl", "fsdp2 tp2", "adapters", 1, marks=pytest.mark.mesh),
+    pytest.param("qwen3_5", "one", "trained", 1, marks=pytest.mark.wide),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, where, how, microbatches", TOWERS)
+def test_argument_bytes_with_a_tower_match_the_compiled_step(name, where, how, microbatches):
+    """Of a frozen one the weights alone, in the checkpoint's dtype under adapters; and patches of images."""
+    layouts = {"one": ONE, "fsdp2 tp2": mesh.Layout(fsdp=2, tp=2), "cp2 dp2": mesh.Layout(dp=2, cp=2)}
+    layout, config, patches = layouts[where], seeing(name, how == "trained"), 96
+    spec = lora.Lora(4) if how == "adapters" else lora.Lora()
+    step = aot.Step(
+        config, losses.SFT(), optim.Optimizer(), models.Run(dtype="bfloat16"), layout, 8, 64, microbatches, slots=4,
+        lora=spec, patches=patches,
+    )  # fmt: skip
+    adapted = dict(
+        adapters=lora.table(models.table(config), spec), frozen="bfloat16", frozen_shapes=aot.frozen(step)
+    ) if spec.rank else {}  # fmt: skip
+    made = job(
+        config, layout, microbatches=microbatches, slots=4, reads=aot.reads(step), vision=config.vision,
+        patches=patches, dtype="bfloat16", **adapted,
+    )  # fmt: skip
+    assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_saved_activations_of_a_towers_layers_match_the_formula(name, remat):
+    """Features, and what mergers keep outside layers, are estimates."""
+    config, B, P = seeing(name, True), 3, 96
+    zeros = lambda *shape: jax.ShapeDtypeStruct((B, *shape), jnp.int32)
+    arrays = jax.ShapeDtypeStruct((B, P, config.vision.pixels), jnp.float32), zeros(P), zeros(P, 4), zeros(P)
+    table = models.vision.table(config.vision)
+
+    def closure(params, *arrays):
+        run = lambda params: models.vision.features(
+            params, *arrays, tower=config.vision, table=table, run=models.Run(remat=remat)
+        )
+        return jax.tree.leaves(jax.vjp(run, params)[1])
+
+    jaxpr = jax.make_jaxpr(closure)(param.abstract(table), *arrays).jaxpr
+    scanned = {x for equation in jaxpr.eqns if equation.primitive.name == "scan" for x in equation.outvars}
+    depths = {len(stack.layers) for stack in table.stacks}
+    kept = {x for x in jaxpr.outvars if not hasattr(x, "val") and x in scanned and x.aval.shape[0] in depths}
+    got = sum(x.aval.size * x.aval.dtype.itemsize for x in kept if x.aval.shape[1] in (B, B * P))  # not weights
+    made = job(config, rows=B, vision=config.vision, patches=P, remat=remat)
+    assert config.vision.layers * towers._kept(made, "save") == got
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])

@@ -23,7 +23,7 @@ from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.pictures import Pictures
 from areax.rollout.engine.replicas import Replicas
 from areax.rollout.engine.request import Request, Sampling
-from areax.rollout.servers.engine_mesh import EngineMesh
+from areax.rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 from areax.rollout.types import Image, supervised
 
 CONTEXT, PAGE = 96, 16
@@ -67,9 +67,17 @@ def model(name, trained=True, seed=0):
     return config, tiny.weights(models.table(config), 0.16, seed)
 
 
-def engine_of(name, **options):
+def engine_of(name, share=None, *, draft=1, mesh=ONE_DEVICE, **options):
+    """An engine whose caches have this share of what its slots may need."""
     config, params = model(name)
-    return Engine(config, params, processor=Processor(), **SIZES | options)
+    slots, memory = SIZES["slots"], 0.0
+    if share is not None:
+        kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, mesh.tp)
+        counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
+        fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
+        memory = (fixed + share * (paging.size_of(kinds, counts, slots) - fixed)) / 1e9
+    sizes = SIZES | {"memory": memory, "draft": draft, "mesh": mesh}
+    return Engine(config, params, processor=Processor(), **sizes | options)
 
 
 def ask(seed, tokens, images=(), more=20, **fields):
@@ -142,12 +150,7 @@ def unused(engine):
 def test_samples_are_those_of_requests_alone_with_half_the_memory(alone):
     """In company and in another order, although requests share pages, lose theirs and get them back."""
     name, wanted = alone
-    config, _ = model(name)
-    kinds = paging.kinds(config.records, CONTEXT, PAGE, 4)
-    counts = paging.counts(kinds, SIZES["slots"], CONTEXT, PAGE, 4, None)
-    fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], SIZES["slots"])
-    memory = (fixed + 0.4 * (paging.size_of(kinds, counts, SIZES["slots"]) - fixed)) / 1e9
-    with engine_of(name, memory=memory) as engine:
+    with engine_of(name, 0.4) as engine:
         for order in (slice(None), slice(None, None, -1)):
             assert all(map(same, engine.generate(requests()[order]), wanted[order]))
         assert engine.stats()["preemptions"] > 0 and unused(engine)

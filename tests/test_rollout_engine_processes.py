@@ -189,10 +189,12 @@ def test_if_a_process_is_killed_the_other_ends_and_the_fleet_goes_on(models, tmp
         ("glm4_moe", '{"tp": 2}', 4),
         ("qwen3_5_text", '{"tp": 2}', 1),
         ("qwen3_moe", '{"ep": 2}', 1),
+        ("qwen2_5_vl", '{"tp": 2}', 1),
     ],
 )
 def test_an_engine_over_processes_has_the_bits_of_one(tmp_path, case, mesh, draft):
-    """With drafts and adapters, or by multi-token prediction; delta nets; experts over processes, and their choice."""
+    """With drafts and adapters, or by multi-token prediction; delta nets; experts over processes, and their choice;
+    images."""
     with engine_program.over_devices(case, mesh, draft) as engine:
         wanted = engine_program.generate(engine, case)
     said = jobs.run([engine_program.__file__, case, mesh, str(draft)], 2, tmp_path)

@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ...core.batch import Batch
 from ...core.distill import Distill, Taught
 from ...core.preference import RewardModel
 from ...models import frozen as teachers
-from ...models import lora
+from ...models import lora, vision
 from ...models.layer import Attention
 from ...parallel import mesh as meshes
 from ...parallel import offload, rules
@@ -31,6 +31,7 @@ from .. import hf
 
 # The code never runs, so it need not be fast; shardings are decided before code generation.
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+PATCHES = {"patch", "patch_frame", "patch_place", "patch_window"}  # arrays of images with an entry for each patch
 MODEL_READS = {"token_BT", "index_BT", "segment_BT"}  # and position_BT if a layer has positions
 KINDS = {"input": "_BT", "target": "_BT", "component": "_BJ", "scalars": ""}  # of a Batch's dictionaries of arrays
 
@@ -62,6 +63,7 @@ class Step:
       lora: adapters that train over frozen weights, which have the dtype of the checkpoint; rank 0 = all weights train.
       arrays: what the batch has beside the arrays of every batch.
       balance: as in a recipe's Config.
+      patches: of images, P, of each row, where the Config has a vision tower.
       teacher: Config of a local teacher whose distributions the step compares.
       follows: the step of the policy, if this is that of its critic: they read the same batch.
     """
@@ -78,6 +80,7 @@ class Step:
     lora: lora.Lora = lora.Lora()
     arrays: tuple[Array, ...] = ()
     balance: balance.Balance = balance.Balance()
+    patches: int = 0
     teacher: Any = None
     follows: Step | None = None
 
@@ -129,11 +132,25 @@ def abstract_batch(spec: Step) -> Batch:
         batch = batch.replace(ref_BT=score)
     if getattr(inner, "needs_values", False):
         batch = batch.replace(value_BT=score)
-    lead = {"_BT": (*row, spec.length), "_BJ": (*row, spec.slots), "": row[:1]}
-    for array in spec.arrays:
-        made = jax.ShapeDtypeStruct((*lead[KINDS[array.where]], *array.tail), jnp.dtype(array.dtype))
+    lead = {"_BT": (*row, spec.length), "_BP": (*row, spec.patches), "_BJ": (*row, spec.slots), "": row[:1]}
+    for array in (*spec.arrays, *_images(spec)):
+        kind = KINDS[array.where] if array.name not in PATCHES else "_BP"
+        made = jax.ShapeDtypeStruct((*lead[kind], *array.tail), jnp.dtype(array.dtype))
         batch = batch.replace(**{array.where: {**getattr(batch, array.where), array.name: made}})
     return jax.eval_shape(spec.whole.prepare, batch, models.Scores(score, score, score, aux=_sums(spec, row[:1])))
+
+
+def _images(spec: Step) -> list[Array]:
+    """The arrays of `models.vision.arrange`, if the model has a tower."""
+    tower = spec.config.vision
+    if tower is None:
+        return []
+    found = [
+        Array("input", "patch", spec.run.dtype or "float32", (tower.pixels,)),
+        Array("input", "patch_frame", "int32"), Array("input", "patch_place", "int32", (4,)),
+        Array("input", "feature", "int32"), Array("input", "axis_position", "int32", (3,)),
+    ]  # fmt: skip
+    return [*found, *([Array("input", "patch_window", "int32")] if tower.window else [])]
 
 
 def _sums(spec: Step, lead: tuple[int, ...] = ()) -> dict:
@@ -158,9 +175,10 @@ def reads(spec: Step) -> dict[str, int]:
     out = models.Scores(one, one, one, one, extra, _sums(spec))
     traced = jax.make_jaxpr(lambda batch, out: spec.whole.loss(out, batch))(batch, out)
     used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
-    model, found = _of_model(spec), {}
+    model, found = _of_model(spec) | {array.name for array in _images(spec)}, {}
     for (path, x), variable in zip(jax.tree_util.tree_leaves_with_path(batch), traced.jaxpr.invars, strict=False):
         name, kind = _name(path), _kind(path)
+        kind = "_BP" if name in PATCHES else kind
         if spec.microbatches > 1 or id(variable) in used or name in model:
             tail = x.shape[len(kind.removeprefix("_")) :]
             found[name + kind * (not name.endswith(kind))] = x.dtype.itemsize * math.prod(tail)
@@ -169,7 +187,8 @@ def reads(spec: Step) -> dict[str, int]:
 
 def _of_model(spec: Step) -> set[str]:
     """Names of the arrays that the model reads."""
-    placed = any(isinstance(layer, Attention) and (layer.rope or layer.growth) for layer in spec.config.records)
+    own = spec.config.vision is None  # with images, rotary embeddings turn by positions on three axes
+    placed = any(isinstance(layer, Attention) and (layer.growth or own and layer.rope) for layer in spec.config.records)
     read = MODEL_READS | ({"position_BT"} if placed else set())
     if not spec.follows and not isinstance(spec.objective, RewardModel):
         read |= {"target_BT", "routed_experts"}
@@ -212,8 +231,9 @@ def frozen(spec: Step):
 
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
-    base = table = models.table(spec.config)
-    score = spec.score
+    apart = bool(spec.config.vision) and not spec.config.vision.trained
+    base = table = models.table(replace(spec.config, vision=None) if apart else spec.config)
+    score = vision.over_frozen(spec.score) if apart else spec.score
     if spec.lora.rank:
         table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
     optimizer = optim.make_optimizer(spec.optim, table)
@@ -226,8 +246,12 @@ def compile(spec: Step):
         shardings = rules.of_state(optimizer, table, on)
         params = jax.eval_shape(lambda params: optim.narrowed(params, table, narrow), param.abstract(table))
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-        kept = frozen(spec) if spec.lora.rank else None
+        kept: Any = frozen(spec) if spec.lora.rank else None
+        tower = kept and kept.pop("vision", None)
         more = [placed(kept, rules.of_quantised(kept, base, on))] if spec.lora.rank else []
+        if apart:
+            seeing = vision.table(spec.config.vision)
+            more.append(placed(tower or param.abstract(seeing), rules.of_params(seeing, on)))
         if spec.teacher:
             other = models.table(spec.teacher)
             more.append(placed(param.abstract(other, spec.run.dtype or "float32"), rules.of_params(other, on)))

@@ -61,13 +61,13 @@ def check(config: Any) -> None:
         )
 
 
-def made(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int = 0) -> Planned:
+def made(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int = 0, rollout_chips: int = 0) -> Planned:
     """What a Config, as `options.flat` gives it, trains on a chip.
 
     Args:
-      sample_tokens, rollout_chips: as `plan.Options`.
+      sample_tokens, image_tokens, rollout_chips: as `plan.Options`.
     """
-    settings = hf.read_config(hub.folder(config.model))
+    settings = _seeing(config, hf.read_config(hub.folder(config.model)))
     if config.length > settings.context:
         raise ValueError(
             f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
@@ -78,7 +78,8 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int 
     a_row = config.length // sequence
     used = max(1, math.ceil(samples(config) / a_row / config.rows))
     run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
-    steps = _steps(config, settings, run, packing.bucket(used), 1 << (a_row - 1).bit_length())
+    patches = _patches(config, settings, a_row * image_tokens if image_tokens else config.length)
+    steps = _steps(config, settings, run, packing.bucket(used), 1 << (a_row - 1).bit_length(), patches)
     job = _job(config, steps, chip, used, sequence)
     itemsize = hf.save_dtype(settings, param.abstract(models.table(settings))).itemsize
     generation = None
@@ -93,7 +94,7 @@ def beside(planned: Planned, chip: Chip) -> tuple[float, generations.Shares]:
     return (generations.server_bytes(planned.job, chip, g), g.shares) if g else (0.0, "no")
 
 
-def rows(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int = 0) -> int:
+def rows(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int = 0, rollout_chips: int = 0) -> int:
     """The rows per microbatch that `--rows auto` chooses on a chip: `remedies.paying`, or the fewest if none fit.
 
     Args:
@@ -101,7 +102,8 @@ def rows(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int 
     """
     config = copy.copy(config)
     config.rows = math.prod(getattr(config.mesh, axis) for axis in meshes.BATCH)
-    planned = made(config, chip, sample_tokens=sample_tokens, rollout_chips=rollout_chips)
+    known = dict(sample_tokens=sample_tokens, image_tokens=image_tokens, rollout_chips=rollout_chips)
+    planned = made(config, chip, **known)
     return remedies.paying(planned.job, chip, *beside(planned, chip)) or config.rows
 
 
@@ -136,7 +138,19 @@ def _optim(spec: Optimizer) -> Optimizer:
 # -- steps -----------------------------------------------------------------------------------------
 
 
-def _steps(config, settings, run: models.Run, microbatches: int, slots: int) -> tuple[Step, ...]:
+def _seeing(config, settings):
+    """The Config of a model with the tower that the recipe's option asks for; "auto" counts as none."""
+    wanted = getattr(config, "vision", "auto")
+    return settings if wanted == "auto" else models.with_vision(settings, trained=wanted == "trained")
+
+
+def _patches(config, settings, tokens: int) -> int:
+    """Patches of a row in which so many tokens stand for images."""
+    tower, cp = settings.vision, config.mesh.cp
+    return tower.unit * min(cp * packing.bucket(-(-tokens // cp)), config.length) if tower else 0
+
+
+def _steps(config, settings, run: models.Run, microbatches: int, slots: int, patches: int) -> tuple[Step, ...]:
     """The step of the model, and of its critic."""
     objective, teacher = _objective(config), None
     if isinstance(objective, losses.RewardModel):
@@ -144,11 +158,12 @@ def _steps(config, settings, run: models.Run, microbatches: int, slots: int) -> 
     if coef := getattr(config, "distill_coef", 0):
         objective = Taught(objective, config.distill, coef)
     if isinstance(objective, losses.Distill | Taught) and config.teacher:
-        teacher = hf.read_config(hub.folder(config.teacher))
+        teacher = _seeing(config, hf.read_config(hub.folder(config.teacher)))
     step = Step(
         settings, objective, _optim(getattr(config, "optim", Optimizer())), run, config.mesh, config.rows,
         config.length, microbatches, slots=slots, lora=getattr(config, "lora", lora.Lora()),
-        arrays=tuple(_arrays(config, settings)), balance=getattr(config, "balance", Balance()), teacher=teacher,
+        arrays=tuple(_arrays(config, settings)), balance=getattr(config, "balance", Balance()), patches=patches,
+        teacher=teacher,
     )  # fmt: skip
     if not getattr(_objective(config), "needs_values", False):
         return (step,)
@@ -200,7 +215,7 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
     teacher = None
     if _taught(config) and config.teacher:
         scores = bool(isinstance(inner, losses.Policy) and inner.advantage.teacher) / epochs
-        other = hf.read_config(hub.folder(config.teacher))
+        other = _seeing(config, hf.read_config(hub.folder(config.teacher)))
         teacher = jobs.Teacher(_model(other), scores, taught=step.distill is not None)
     critic = None
     if critics:
@@ -210,6 +225,7 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
         model.table, model.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
         dtype=run.dtype or "float32", remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, dispatch=run.dispatch,
         top_k=model.top_k, router_fp32=model.router_fp32, activation=model.activation,
+        vision=model.vision, patches=step.patches,
         chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots, reads=reads(step),
         scores=(step.whole.needs_scores + bool(where)) / epochs, reference=where,
         reference_dtype="float32" if moved else "", platform=chip.platform, optim=step.optim,
@@ -225,7 +241,7 @@ def _model(settings) -> jobs.Model:
     router = getattr(settings, "router", None)
     return jobs.Model(
         models.table(settings), settings.records, getattr(settings, "top_k", 0), router is not None and router.fp32,
-        settings.activation.kind,
+        settings.activation.kind, settings.vision,
     )  # fmt: skip
 
 

@@ -31,6 +31,8 @@ class Options:
         v6e, or another that you add to parallel/planner/chips.py.
       rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
       sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
+      image_tokens: mean tokens of a sample that stand for images, with --vision frozen or trained; 0 = all of a row
+        may, the upper bound.
       suggest: find the fastest mesh and options on `devices`; where the recipe generates also the split between
         trainer and servers, and eta, which are simulated. The mesh and rows given are not planned.
       devices: with `suggest`, how many of `chip` there are.
@@ -41,6 +43,7 @@ class Options:
     chip: str = "h100"
     rollout_chips: int = 0
     sample_tokens: int = 0
+    image_tokens: int = 0
     suggest: bool = False
     devices: int = 0
     check: bool = False
@@ -71,7 +74,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     """
     config, chip = grouped.flat(config), CHIPS[options.chip]
     jobs.check(config)
-    known = dict(sample_tokens=options.sample_tokens, rollout_chips=options.rollout_chips)
+    known = dict(
+        sample_tokens=options.sample_tokens, image_tokens=options.image_tokens, rollout_chips=options.rollout_chips
+    )
     if auto := config.rows == "auto":
         config.rows = jobs.rows(config, chip, **known)
     made = jobs.made(config, chip, **known)

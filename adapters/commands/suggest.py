@@ -82,7 +82,7 @@ def suggest(config: Any, options: Any) -> dict:
     if own and config.serve.mesh.devices == 1:
         config.servers = (SERVER,)  # of any kind, on as many chips as they need
     given, config.mesh, config.rows = config.mesh, Layout(), 1  # the search chooses both
-    made = jobs.made(config, chip, sample_tokens=options.sample_tokens)
+    made = jobs.made(config, chip, sample_tokens=options.sample_tokens, image_tokens=options.image_tokens)
     server, usable = jobs.beside(made, chip)[0], USABLE * chip.memory
     if server > usable:
         raise ValueError(

@@ -20,7 +20,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 CONFIG, METRICS, SAMPLES, SUMMARY = (
@@ -185,6 +185,7 @@ class Run:
         logp: list[float],
         version_of_token: list[int],
         adv: float | None = None,
+        images: Sequence[str] = (),
         trainer_logp: list[float] | None = None,
         kind: str = "grpo",
     ) -> None:
@@ -196,11 +197,14 @@ class Run:
           tokens: its n tokens, decoded individually.
           logp: n log-probabilities (nats) from the sampler.
           version_of_token: n policy versions; -1 for a token that the policy did not sample.
+          images: hashes of the prompt's images.
           trainer_logp: n log-probabilities (nats) from the trainer.
         """
         line: dict[str, Any] = {"step": int(step), "kind": kind, "version": version, "prompt": prompt, "text": text}
         line |= {"reward": reward, "finish": finish, "tokens": tokens, "logp": logp}
         line |= {"version_of_token": version_of_token, "adv": adv}
+        if images:
+            line["images"] = list(images)
         if trainer_logp is not None:
             line["trainer_logp"] = trainer_logp
         for name in ("logp", "version_of_token", "trainer_logp"):

@@ -1,6 +1,6 @@
 """Features of images among the tokens of a text model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,12 @@ def see(params, images: Mapping[str, Any], tower: Tower, run: Any) -> Seen:
     made = features(params, *arrays, tower=tower, table=table(tower), run=run)
     merged_BUD, tapped_NBUD = made if tower.trained else jax.lax.stop_gradient(made)
     return Seen(merged_BUD, tapped_NBUD, images["feature"], jnp.moveaxis(images["axis_position"], -1, 0))
+
+
+def over_frozen(score: Callable) -> Callable:
+    """Turns `score(params, batch, *more)` into `f(params, batch, tower, *more)`, for `step.make_step` and the like: the
+    weights of a frozen tower are an argument of their own and get no gradient."""
+    return lambda params, batch, tower, *more: score({**params, "vision": tower}, batch, *more)
 
 
 @shaped

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from .. import rules
-from . import memory
+from . import memory, towers
 from .job import Job, added, depth, entries, expert, matrix, matrix_states, nested, recurrent
 
 WIDE = 4  # bytes of values sent in fp32 whatever the compute dtype
@@ -26,6 +26,7 @@ class Flops:
       scores: forward passes without gradients, before the step.
       teacher: forward passes of a teacher, before and in the step.
       critic: the critic's step: model FLOPs, its scores included. What it recomputes is in `recomputed`.
+      vision: of a vision tower, all passes, with one image a sequence.
     """
 
     matmuls: float
@@ -35,11 +36,12 @@ class Flops:
     scores: float
     teacher: float = 0
     critic: float = 0
+    vision: float = 0
 
     @property
     def model(self) -> float:
         """Model FLOPs, the numerator of MFU."""
-        return self.matmuls + self.attention + self.recurrence + self.scores + self.teacher + self.critic
+        return self.matmuls + self.attention + self.recurrence + self.scores + self.teacher + self.critic + self.vision
 
     @property
     def hardware(self) -> float:
@@ -170,14 +172,16 @@ def flops(job: Job, pairs: Callable = pairs) -> Flops:
         taught = passes * forward(job.teachers_pass, pairs)
         if job.teacher.taught:  # chunks of its logits, too, are computed again
             again += 2 * (active(job.teachers_pass) - _of_layers(job.teachers_pass)) * job.tokens
+    seeing, seen_again = towers.flops(job)
     return Flops(
         matmuls=((4 if job.adapters else 6) * (layers + top) + 6 * low) * job.tokens,
         attention=3 * attend,
         recurrence=3 * recur,
-        recomputed=again + (critic.recomputed if critic else 0),
+        recomputed=again + seen_again + (critic.recomputed if critic else 0),
         scores=job.scores * forward(job, pairs),
         teacher=taught,
         critic=critic.model if critic else 0,
+        vision=seeing,
     )
 
 

@@ -62,7 +62,7 @@ class Generation:
 
 def weights_bytes(job: Job, itemsize: int, split: Layout = ONE, predictor: Sequence[Leaf] = ()) -> int:
     """Bytes of a server's weights, with an output head of its own, on each chip of this layout."""
-    own = [*predictor, *([job.top["embed"]] if job.tied else [])]
+    own = [*job.tower, *predictor, *([job.top["embed"]] if job.tied else [])]
     return sum(stored(leaf, itemsize, split) for leaf in [*job.leaves, *own] if leaf.path != "score")
 
 
@@ -81,9 +81,14 @@ def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
     return held / chips_per_server(job, chip, g.itemsize)
 
 
+def pushed(job: Job) -> list[Leaf]:
+    """The weights of a push: a frozen tower stays on servers."""
+    return [*job.leaves, *(job.tower if job.vision and job.vision.trained else ())]
+
+
 def push_figures(job: Job, itemsize: int) -> list[Figure]:
     """A weight push: device to host, host to a shared folder, folder to the servers."""
-    size = sum(stored(leaf, itemsize) for leaf in job.leaves)
+    size = sum(stored(leaf, itemsize) for leaf in pushed(job))
     return [
         Figure("push", "push_bytes", size, "exact", f"exported weights, {itemsize} bytes each unless kept in fp32"),
         Figure("push", "push_s", size / HOST + 2 * size / DISK, "estimate", "to the host, to a folder, to the servers"),
@@ -136,7 +141,7 @@ def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rat
     sparse = sum(in_use(leaf, g.split) for leaf in job.leaves if expert(leaf)) * g.itemsize
     chosen = min(running, slots) / g.split.dp * job.top_k / job.table.dims["experts"] if sparse else 1.0
     context = g.prompt + g.new / 2  # mean length of a sequence while it grows
-    size = sum(stored(leaf, g.itemsize) for leaf in job.leaves)
+    size = sum(stored(leaf, g.itemsize) for leaf in pushed(job))
     wait_s, sum_s = _sums(job, chip, g)
     ours = g.embedded and chip.platform == "gpu"
     launch_s, paged = (job.layers * LAUNCH, PAGED / STREAM) if ours else (0.0, 1.0)

@@ -39,7 +39,7 @@ class Model:
     """A model beside the one that is planned.
 
     Attributes:
-      table, records, top_k, router_fp32, activation: as in `Job`.
+      table, records, top_k, router_fp32, activation, vision: as in `Job`.
     """
 
     table: param.Table
@@ -47,6 +47,7 @@ class Model:
     top_k: int = 0
     router_fp32: bool = False
     activation: str = "silu"
+    vision: Any = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,12 @@ class Job:
       top_k: experts per token; 0 without experts.
       router_fp32: the routers' products are in fp32, whatever the dtype.
       activation: kind of the activation of MLPs, as in `models.layers.mlp`.
+      vision: the vision tower, a `models.vision.Tower`, whose weights are in `table`; None = without one.
+      patches: of images, P, of each row.
       chunks: tokens per chunk of a recurrent layer, and of all rows together per block of chunks.
       slots: J, segment slots per row.
-      reads: {array of the batch that the step reads: bytes per entry}; names end in _BT or _BJ unless every device has
-        the whole array, whose bytes then count.
+      reads: {array of the batch that the step reads: bytes per entry}; names end in _BT, _BJ or _BP unless every device
+        has the whole array, whose bytes then count.
       scores: forward passes without gradients over the same tokens, before the step; a fraction if several steps share
         them.
       reference: one of them uses other weights, held in addition: "" = none; "device", or "host", where they are while
@@ -137,6 +140,8 @@ class Job:
     top_k: int = 0
     router_fp32: bool = False
     activation: str = "silu"
+    vision: Any = None
+    patches: int = 0
     chunks: tuple[int, int] = (64, 4096)
     slots: int = 1
     reads: Mapping[str, int] = field(default_factory=dict)
@@ -228,15 +233,21 @@ class Job:
     @functools.cached_property
     def top(self) -> dict[str, param.Leaf]:
         """Weights outside layers, by name."""
-        return {name: leaf for name, leaf in param.leaves(self.table).items() if name != "stacks"}
+        return {name: leaf for name, leaf in param.leaves(self.table).items() if name in self.table.top}
 
     @functools.cached_property
     def stacks(self) -> Sequence[Mapping[str, param.Leaf]]:
         """Weights of each run of identical layers, by name."""
         return param.leaves(self.table)["stacks"]
 
+    @functools.cached_property
+    def tower(self) -> list[param.Leaf]:
+        """Weights of the vision tower."""
+        return [leaf for leaf in param.leaf_list(self.table) if leaf.path.startswith(optim.VISION)]
+
     @property
     def leaves(self) -> list[param.Leaf]:
+        """Weights of the text model."""
         return [*self.top.values(), *(leaf for stack in self.stacks for leaf in stack.values())]
 
     @functools.cached_property
@@ -248,12 +259,14 @@ class Job:
     def trained(self) -> list[param.Leaf]:
         if not self.trains:
             return []
-        return [leaf for stack in self.low for leaf in stack.values()] if self.adapters else self.leaves
+        if self.adapters:
+            return [leaf for stack in self.low for leaf in stack.values()]
+        return [*self.leaves, *(self.tower if self.vision and self.vision.trained else ())]
 
     @property
     def weights(self) -> list[param.Leaf]:
-        """All weights, those of adapters included."""
-        return [*self.leaves, *(self.trained if self.adapters else ())]
+        """All weights, those of adapters and of a tower included."""
+        return [*self.leaves, *self.tower, *(self.trained if self.adapters else ())]
 
     def bytes_of(self, leaf: param.Leaf) -> int:
         """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise, or it has its
@@ -289,6 +302,11 @@ class Job:
     def local_tokens(self) -> int:
         """Positions of a microbatch on one device."""
         return self.local_rows * (self.length // self.layout.cp)
+
+    @property
+    def local_patches(self) -> int:
+        """Patches of a microbatch on one device."""
+        return self.local_rows * (self.patches // self.layout.cp)
 
     @property
     def layers(self) -> int:

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
 from .. import experts, offload, rules
+from . import towers
 from .job import KEPT, NAMED, Job, added, depth, expert, matrix, matrix_states, recurrent
 
 STEP = 4  # bytes of the step counter
@@ -39,6 +40,7 @@ class Memory:
       reference: weights of the reference model, which without its adapters is the model itself.
       taught: weights of a teacher that the step reads.
       teacher: weights of a teacher that only scores the batch before the step.
+      tower: of `params`, those of a frozen vision tower, which a critic shares.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
       logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
@@ -62,6 +64,7 @@ class Memory:
     host: int = 0
     taught: int = 0
     teacher: int = 0
+    tower: int = 0
     critic: "Memory | None" = None
 
     @property
@@ -72,7 +75,7 @@ class Memory:
     @property
     def held(self) -> int:
         """What is on the device between steps."""
-        critic = self.critic.held if self.critic else 0
+        critic = self.critic.held - self.critic.tower if self.critic else 0
         return self.params + self.moments + self.taught + self.reference + self.teacher + critic
 
     @property
@@ -118,12 +121,13 @@ def memory(job: Job, state: States | None = None) -> Memory:
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
-        working=max(_layer(job), _head(job), _forward(teacher) if teacher else 0),
+        working=round(max(_layer(job), _head(job), towers.working(job), _forward(teacher) if teacher else 0)),
         streamed=own.streamed,
         host=(own.moments if job.optim.offload else 0) + (copy if job.reference == "host" else 0)
         + saved(job, "offload") + (critic.host if critic else 0),
         taught=weights if taught else 0,
         teacher=0 if taught else weights,
+        tower=size(job, job.tower) if job.vision and not job.vision.trained else 0,
         critic=critic,
     )  # fmt: skip
 
@@ -149,7 +153,7 @@ def reference(job: Job) -> int:
     if not job.reference or job.adapters:
         return 0
     narrow = jnp.dtype(job.reference_dtype or job.dtype).itemsize
-    return sum(job.held(leaf) * (narrow if optim.copied(leaf) else job.bytes_of(leaf)) for leaf in job.leaves)
+    return sum(job.held(leaf) * (narrow if optim.copied(leaf) else job.bytes_of(leaf)) for leaf in job.trained)
 
 
 def states(job: Job) -> States:
@@ -186,7 +190,7 @@ def _bytes(shapes, shardings) -> int:
 
 def batch(job: Job) -> int:
     """The batch's arrays that a step reads; segment arrays are sharded like rows, others are whole on every device."""
-    rows = {"_BT": job.local_rows * (job.length // job.layout.cp), "_BJ": job.local_rows * job.slots}
+    rows = {"_BT": job.local_tokens, "_BP": job.local_patches, "_BJ": job.local_rows * job.slots}
     return job.microbatches * sum(size * rows.get(name[-3:], 1) for name, size in job.reads.items())
 
 
@@ -203,7 +207,8 @@ def saved(job: Job, place: str = "save") -> int:
         return by_name + sum(size for name, size in values(job, stack).items() if name in job.kept)
 
     if place == "offload":
-        return round(sum(depth(stack) * kept(stack) for stack in job.stacks)) if job.named else 0
+        text = sum(depth(stack) * kept(stack) for stack in job.stacks)
+        return round(text + towers.saved(job, place)) if job.named else 0
     tokens, item = job.local_tokens, job.itemsize
     beside = job.layers * tokens * job.table.dims.get("per_layer", 0) * item
     shared = sum(
@@ -211,7 +216,7 @@ def saved(job: Job, place: str = "save") -> int:
         for layer in job.records
         if not recurrent(layer) and layer.kept
     )
-    return round(sum(depth(stack) * kept(stack) for stack in job.stacks) + beside + shared)
+    return round(sum(depth(stack) * kept(stack) for stack in job.stacks) + beside + shared + towers.saved(job))
 
 
 def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:

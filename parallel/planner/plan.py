@@ -62,7 +62,8 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
       server, shares: bytes of a generation server, and whether it is on that device.
     """
     m = memory.memory(job)
-    about = job.remat == "none" or job.adapters is not None  # closely, but to the byte only in some families
+    # Closely, but to the byte only in some families.
+    about = job.remat == "none" or job.adapters is not None or job.vision is not None
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
     narrow = job.optim.weights != "float32" or job.optim.offload
     weights = (
@@ -133,13 +134,14 @@ def work_figures(job: Job) -> list[Figure]:
     f = flops.flops(job)
     of = lambda name, value, kind, text: Figure("work", name, value, kind, text)
     return [
-        of("params", sum(map(entries, job.leaves)), "exact", "weights of the model"),
+        of("params", sum(map(entries, [*job.leaves, *job.tower])), "exact", "weights of the model"),
         of("active_params", flops.active(job), "exact", "active weights per token"),
         of("tokens", job.tokens, "estimate", "per optimiser step, padding included"),
         of("matmul_flops", f.matmuls, "estimate", "matmuls with weights, forward and backward"),
         of("attention_flops", f.attention, "estimate", f"causal attention in sequences of {job.sequence:g} tokens"),
         of("recurrence_flops", f.recurrence, "estimate", "recurrent layers, linear in the number of tokens"),
         of("score_flops", f.scores, "estimate", "scoring passes without gradients"),
+        of("vision_flops", f.vision, "estimate", "the vision tower, with one image a sequence"),
         of("teacher_flops", f.teacher, "estimate", "forward passes of the teacher"),
         of("critic_flops", f.critic, "estimate", "the critic: its values, and its step"),
         of("model_flops", f.model, "estimate", "sum of these, used for MFU"),

@@ -136,5 +136,6 @@ def show(run: run_dir.Run, tokens, v: int, traced: list[tuple[Sample, np.ndarray
             v, version=v - 1, prompt=sample.info.get("prompt", ""), text=sample.info.get("text", ""),
             reward=sample.reward, finish=sample.finish, tokens=[tokens.decode([t]) for t in sample.tokens[new]],
             logp=sample.logp[new].tolist(), version_of_token=sample.version[new].tolist(),
+            images=[image.hash for image in sample.images],
             **({} if logp is None else {"trainer_logp": logp[new].tolist()}),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from areax import models
 from areax.adapters import hf, peft
 from areax.core import optim, param, step
 from areax.core.balance import Balance, adjust, wrap
-from areax.models import lora
+from areax.models import lora, vision
 from areax.models.lora import Lora
 from areax.parallel import offload, rules
 from areax.recipes.shared import common, terminal
@@ -71,8 +71,8 @@ def make(
     kept, (params, tower) = written(settings), _apart(settings, params)
     table, frozen = models.table(kept), (*tower, *frozen)
     if tower:
-        score = over_tower(score)
-        plain = over_tower(plain) if plain else None
+        score = vision.over_frozen(score)
+        plain = vision.over_frozen(plain) if plain else None
     if adapters:
         peft.modules(settings, adapters)  # refuses what could not be exported once it is trained
         params = _quantised(params, table, adapters, mesh)
@@ -115,11 +115,6 @@ def _apart(settings, params) -> tuple[dict, tuple]:
     return {name: x for name, x in params.items() if name != "vision"}, (params["vision"],)
 
 
-def over_tower(score: Callable) -> Callable:
-    """Turns `score(params, batch, *more)` into `f(params, batch, tower, *more)`, whose tower gets no gradient."""
-    return lambda params, batch, tower, *more: score({**params, "vision": tower}, batch, *more)
-
-
 def _quantised(params, table: param.Table, adapters: Lora, mesh):
     """The base's weights as they are kept under adapters."""
     if adapters.base == "stored":
@@ -137,7 +132,7 @@ def reference(own: Learner, params, score: Callable, dtype: str | None) -> tuple
       score: `score(params, microbatch)` of the whole model.
     """
     if own.adapters:
-        base = step.make_scores(over_tower(score) if own.tower else score)
+        base = step.make_scores(vision.over_frozen(score) if own.tower else score)
         return own.frozen[0], lambda weights, batch: base(weights, batch, *own.tower)
     narrow = lambda leaf, x: jnp.array(x, dtype or x.dtype if optim.copied(leaf) else x.dtype, copy=True)
     copied = param.tree_map(narrow, models.table(own.written), _apart(own.settings, params)[0])

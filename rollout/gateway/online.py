@@ -117,4 +117,5 @@ def _row(sample: Sample) -> dict[str, Any]:
         "weight": sample.weight,
         "prompt": sample.info.get("prompt"),
         "text": sample.info.get("text"),
+        **({"images": [image.hash for image in sample.images]} if sample.images else {}),
     }

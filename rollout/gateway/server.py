@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..chat import fields, parsers
+from ..chat import fields, images, parsers
 from ..chat.api import chat, completions, messages, responses
-from ..chat.api.ask import Ask, opened, render
+from ..chat.api.ask import Ask, opened, render, seen
 from ..chat.api.logprobs import Reading
 from ..chat.fields import Refused
 from ..chat.parsers import STYLES, Parser, Piece, Text
@@ -42,6 +42,7 @@ GRACE_S = 1  # for responses in progress at shutdown
 @contextlib.asynccontextmanager
 async def serve(
     tokenizer: Any,
+    processor: images.Processor | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -58,6 +59,7 @@ async def serve(
 
     Args:
       tokenizer: the Hugging Face tokenizer of the served model, with a chat template.
+      processor: of a model that reads images; None = messages with images are refused.
       port: 0 = any free port.
       admin_key: allows starting sessions over HTTP, and whatever each session's key allows; "" = disabled.
       style: the model's format for tool calls, a name in `parsers.STYLES`; "" = that of its chat template.
@@ -78,7 +80,7 @@ async def serve(
         raise ValueError(f"serve: a host that other machines can reach needs an admin_key, got {host!r} and none")
     sessions = Sessions(limits, admin_key)
     online = Online(sessions, limits, on_start, on_end)
-    gateway = Gateway(tokenizer, sessions, limits, style, reasoning, model, read)
+    gateway = Gateway(tokenizer, processor, sessions, limits, style, reasoning, model, read)
     app = http_limits.app([*gateway.routes(), *online.routes()], limits.http, errors.failed)
     options: dict[str, Any] = dict(lifespan="off", log_config=None, log_level=None, timeout_graceful_shutdown=GRACE_S)
     with contextlib.closing(http_process.bind(host, port)) as sock:
@@ -101,11 +103,11 @@ class Gateway:
     """
 
     def __init__(
-        self, tokenizer: Any, sessions: Sessions, limits: Limits, style: str, reasoning: bool, model: str,
-        read: Read | None,
+        self, tokenizer: Any, processor: images.Processor | None, sessions: Sessions, limits: Limits, style: str,
+        reasoning: bool, model: str, read: Read | None,
     ):  # fmt: skip
         self.url = ""
-        self._tokenizer, self._sessions, self._limits = tokenizer, sessions, limits
+        self._tokenizer, self._processor, self._sessions, self._limits = tokenizer, processor, sessions, limits
         self._style, self._reasoning, self._model, self._read = style, reasoning, model, read
 
     def open(self, session: Session) -> str:
@@ -137,7 +139,8 @@ class Gateway:
         entry = self._sessions.of(http)
         ask = await http_limits.off_loop(http, api.read, await self._body(http), STYLES[self._style])
         _refuse_seed(ask.body)
-        text = await http_limits.off_loop(http, render, self._tokenizer, ask)
+        ask = await http_limits.off_loop(http, seen, ask, self._processor)
+        text = await http_limits.off_loop(http, render, self._tokenizer, ask, True, self._processor)
 
         async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
             options: dict[str, Any] = {
@@ -216,9 +219,8 @@ class Gateway:
     async def _count_tokens(self, http: Request) -> Response:
         self._sessions.of(http)
         body = await self._body(http)
-        return JSONResponse(
-            await http_limits.off_loop(http, messages.count, body, STYLES[self._style], self._tokenizer)
-        )
+        count = functools.partial(messages.count, processor=self._processor)
+        return JSONResponse(await http_limits.off_loop(http, count, body, STYLES[self._style], self._tokenizer))
 
     async def _body(self, http: Request) -> dict[str, Any]:
         return fields.with_model(await read_body(http, self._limits.http), self._model)

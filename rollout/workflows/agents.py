@@ -88,7 +88,7 @@ async def played(
     rewards over HTTP. An episode that raises or exceeds the timeout is logged and unscorable; FAILED in a row end the
     run with the last error. Failures of generation servers are raised as ServerError.
     """
-    served = server.serve(tokenizer, style=options.style or "", reasoning=options.reasoning)
+    served = server.serve(tokenizer, processor, style=options.style or "", reasoning=options.reasoning)
     failures: list[str] = []
 
     async with served as gateway:
@@ -248,7 +248,7 @@ async def online(
         ended[session.id].set()
 
     served = server.serve(
-        tokenizer, host=options.host, port=options.port, admin_key=admin_key, style=options.style or "",
+        tokenizer, processor, host=options.host, port=options.port, admin_key=admin_key, style=options.style or "",
         reasoning=options.reasoning, on_start=on_start, on_end=on_end, limits=Limits(total_s=options.timeout_s),
     )  # fmt: skip
     async with served as gateway:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import parsers, template
+from .. import images, parsers, template
 from ..fields import LONGEST_TEXT, Refused, rule
 
 Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
@@ -39,9 +39,25 @@ class Ask:
     prompts: Sequence[Sequence[int]] = ()
 
 
-def render(tokenizer: Any, ask: Ask, ends: bool = True) -> str:
-    """The conversation as a prompt, which `ends` with the beginning of an answer. Raises Refused, and ValueError as
-    `template.render`."""
+def seen(ask: Ask, processor: images.Processor | None) -> Ask:
+    """The request with its images read.
+
+    Args:
+      processor: of a model that reads images; None = messages with images are refused.
+
+    Raises:
+      Refused: an image cannot be read.
+    """
+    try:
+        return replace(ask, messages=images.read(ask.messages, processor))
+    except ValueError as error:
+        raise Refused("input" if "input" in ask.body else "messages", str(error)) from None
+
+
+def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Processor | None = None) -> str:
+    """The conversation as a prompt, which `ends` with the beginning of an answer; `processor` as in `seen`. Raises
+    Refused, and ValueError as `template.render`."""
+    ask = seen(ask, processor)
     try:
         template.check_variables(tokenizer, ask.body.get("chat_template_kwargs") or {})
     except ValueError as error:

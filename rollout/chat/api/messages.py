@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import fields, template
+from .. import fields, images, template
 from ..fields import Refusal, Refused, Table, rule
 from ..parsers import Piece, Style, ToolCall
 from ..trajectory import Interaction
-from .ask import Ask, Event, render
+from . import image_parts
+from .ask import Ask, Event, render, seen
 
 FIELDS = fields.table(
     [
@@ -61,11 +62,18 @@ def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS, *, forces
 
 
 def count(
-    body: Mapping[str, Any], style: Style, tokenizer: Any, table: Table = FIELDS, *, forces: bool = False
+    body: Mapping[str, Any],
+    style: Style,
+    tokenizer: Any,
+    table: Table = FIELDS,
+    *,
+    forces: bool = False,
+    processor: images.Processor | None = None,
 ) -> dict[str, int]:
-    """The answer of `count_tokens`; `forces` as in `chat.read`. Raises Refused."""
-    text = render(tokenizer, Ask(**_asked(body, style, table, forces)))
-    return {"input_tokens": len(template.encode(tokenizer, text))}
+    """The answer of `count_tokens`; `forces` as in `chat.read`, `processor` as in `seen`. Raises Refused."""
+    ask = seen(Ask(**_asked(body, style, table, forces)), processor)
+    ids = template.encode(tokenizer, render(tokenizer, ask, processor=processor))
+    return {"input_tokens": len(processor.expanded(ids, images.of(ask.messages)) if processor else ids)}
 
 
 def _asked(body: Mapping[str, Any], style: Style, table: Table, forces: bool) -> dict[str, Any]:
@@ -207,13 +215,13 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             texts.append(block)
             continue
         if texts:
-            messages.append({"role": "user", "content": fields.text(texts, "messages")})
+            messages.append({"role": "user", "content": image_parts.content(texts, "messages")})
             texts = []
         rule(isinstance(block.get("tool_use_id"), str), "messages", "a result needs a tool_use_id", block)
-        result = fields.text(block.get("content"), "messages")
+        result = image_parts.content(block.get("content"), "messages")
         messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or not blocks:
-        messages.append({"role": "user", "content": fields.text(texts, "messages")})
+        messages.append({"role": "user", "content": image_parts.content(texts, "messages")})
     return messages
 
 

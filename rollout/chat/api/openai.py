@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import fields
 from ..fields import Refusal, Refused, rule
+from . import image_parts
 
 PASSED = (  # fields that cannot change an answer
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -88,9 +89,10 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     fields.known(given, {**MESSAGE, **fields.table(FIELDS_OF.get(role, []))})
     right = given.get("content") is not None or role in ("assistant", "tool")
     rule(right, "messages", f"a message of the {role} needs a content", given)
+    read = image_parts.content if role in ("user", "tool") else fields.text
     message: dict[str, Any] = {
         "role": ROLES[role],
-        "content": fields.text(given.get("content"), "messages", ("text", "refusal")),
+        "content": read(given.get("content"), "messages", ("text", "refusal")),
     }
     if given.get("name") is not None:
         rule(isinstance(given["name"], str), "messages", "a name must be text", given["name"])

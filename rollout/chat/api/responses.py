@@ -14,6 +14,7 @@ from .. import fields
 from ..fields import Refusal, Table, rule
 from ..parsers import Piece, Style, ToolCall
 from ..trajectory import Interaction
+from . import image_parts
 from .ask import Ask, Event
 from .chat import chosen, error, forced, one_call, parallel
 from .openai import ROLES
@@ -240,21 +241,17 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             turn.setdefault("tool_calls", []).append(made)
         elif kind == "function_call_output":
             rule(isinstance(item.get("call_id"), str), "input", "a result needs a call_id", item)
-            result = fields.text(item.get("output"), "input", ["input_text", "output_text", "text"])
+            result = image_parts.content(item.get("output"), "input", ["input_text", "output_text", "text"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
         elif kind == "message":
             role = str(item.get("role"))
             rule(role in ROLES and role != "tool", "input", "a role must be user, assistant, system or developer", role)
-            words = fields.text(
-                item.get("content"),
-                "input",
-                ["input_text", "output_text", "text", "refusal"],
-                "" if assistant else "\n",
-            )
+            kinds = ["input_text", "output_text", "text", "refusal"]
             if turn is not None:
-                turn["content"] += words
+                turn["content"] += fields.text(item.get("content"), "input", kinds, "")
             else:
-                messages.append({"role": ROLES[role], "content": words})
+                read = image_parts.content if role == "user" else fields.text
+                messages.append({"role": ROLES[role], "content": read(item.get("content"), "input", kinds)})
         else:
             rule(False, "input", "items must be messages, reasoning, function calls or their outputs", kind)
     return messages
