@@ -97,7 +97,7 @@ def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     forms = {
         "circle": x**2 + y**2 <= (SIZE / 2) ** 2,
         "square": np.ones((SIZE, SIZE), bool),
-        "triangle": np.abs(x) <= (y + SIZE / 2) / 2,
+        "triangle": 2 * np.abs(x) <= y + (SIZE + 1) / 2,
     }
     for row, column, colour, shape in scene:
         top, left = (CELL * at + int(rng.integers(CELL - SIZE + 1)) for at in (row, column))
