@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import shutil
 import types
 
@@ -14,6 +15,7 @@ import vlm
 from areax.adapters import hf, tokenizer
 from areax.adapters.data import images
 from areax.rollout import client
+from areax.rollout.chat import template
 from areax.rollout.engine import in_process
 from areax.rollout.engine import server as program
 from areax.rollout.engine.request import Request, Sampling
@@ -86,6 +88,49 @@ def test_a_client_sends_the_prompts_that_sessions_make(inside):
     assert (done.tokens, done.logp) == (made.tokens, made.logp)
 
 
+URL = f"data:image/png;base64,{WIDE}"
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": WIDE}}
+ASKS = {  # by route: the image and the text of a message, and how an answer ends
+    "/v1/chat/completions": (
+        "messages", [{"type": "image_url", "image_url": {"url": URL}}, {"type": "text", "text": "what is it?"}],
+        {"max_tokens": 8},
+    ),
+    "/v1/responses": (
+        "input", [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "what is it?"}],
+        {"max_output_tokens": 8},
+    ),
+    "/v1/messages": ("messages", [ANTHROPIC, {"type": "text", "text": "what is it?"}], {"max_tokens": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ASKS)
+def test_conversations_have_images(inside, path):
+    server, service = inside
+    field, content, more = ASKS[path]
+    asked = {field: [{"role": "user", "content": content}], "temperature": 0, **more}
+    answer = server.ok(path, asked)
+    picture = images.read(URL)
+    row = {"prompt": "what is it?", "images": [picture]}
+    prompt = template.prompted(service.tokenizer, row, images.load(service.path))
+    sampling = Sampling(temperature=0, max_new_tokens=8)
+    [made] = service.engine.generate([Request("a", tuple(prompt.tokens), sampling, images=(picture,))])
+    usage = answer["usage"]
+    assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(prompt.tokens)
+    assert made.text.strip() and made.text.strip() in str(answer)
+    if path == "/v1/chat/completions":
+        counted = server.ok("/tokenize", {"messages": asked["messages"]})
+        assert counted["tokens"] == prompt.tokens
+        with server.stream(path, asked) as events:
+            text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+        assert text == answer["choices"][0]["message"]["content"]
+    if path == "/v1/messages":
+        counted = server.ok("/v1/messages/count_tokens", {"messages": asked["messages"]})
+        assert counted["input_tokens"] == len(prompt.tokens)
+    remote = json.loads(json.dumps(asked).replace(URL, "http://127.0.0.1/a.png").replace(WIDE, "AAAA"))
+    status, answer = server.post(path, remote)
+    assert status == 400 and "image" in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
@@ -115,6 +160,9 @@ def test_a_text_model_refuses_images(tmp_path):
         assert status == 400 and "reads text alone" in answer["error"]["message"]
         assert len(server.ok("/generate", body(input_ids=[5, 6], image_data=[]))["output_ids"]) == 8
         assert not server.ok("/model_info")["has_image_understanding"]
+        field, content, more = ASKS["/v1/chat/completions"]
+        status, answer = server.post("/v1/chat/completions", {field: [{"role": "user", "content": content}], **more})
+        assert status == 400 and "this model reads no images" in answer["error"]["message"]
 
 
 def probe(server):

@@ -52,9 +52,9 @@ def blind(path: str) -> str | None:
     """Why the model in a checkpoint folder reads text alone; "" = it is a text model; None = it reads images.
 
     Raises:
-      ValueError: it has no readable config.json.
+      ValueError: as `hf.read_config`.
     """
-    if hf.read_json(Path(path) / "config.json").get("model_type") not in vision.TOWERS:
+    if json.loads(hf.read_config(path).source).get("model_type") not in vision.TOWERS:
         return ""
     if not (Path(path) / images.FILE).is_file():
         return f"text only (the folder has no {images.FILE})"

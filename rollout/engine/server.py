@@ -165,4 +165,4 @@ def prepare(
         config, params, version=version, decode=decode, grammars=grammars, processor=processor, seed=seed,
         **vars(options),
     )  # fmt: skip
-    return Service(engine, tokenizer, str(path), checksums, dtype)
+    return Service(engine, tokenizer, str(path), checksums, dtype, processor)

@@ -13,15 +13,17 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ...chat import fields, parsers, template
+from ...chat import fields, images, parsers, template
 from ...chat.api import ask as asks
 from ...chat.api import chat, completions, messages, responses
 from ...chat.api.ask import Event, encoded
 from ...chat.fields import Refused, rule
 from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text
-from ...processes.http_limits import off_loop, read_json
+from ...processes.http_limits import read_json
+from ..pictures import Picture
 from ..request import Grammar, Progress
 from . import answer_grammar, request_parsing
+from .image_data import off_loop
 from .openai_fields import TABLES
 from .replies import Answer, disconnected
 from .request_parsing import Ask
@@ -108,12 +110,14 @@ class OpenAI:
 
     async def conversation(self, path: str, http: HTTPRequest) -> Response:
         """Answers a conversation."""
-        ask, prompt, reasoning = await off_loop(http, self._read_conversation, path, await self._body(http))
+        ask, prompt, reasoning, pictures = await off_loop(http, self._read_conversation, path, await self._body(http))
         body = ask.body
         top = fields.integer(body, "top_logprobs", least=0) if body.get("top_logprobs") is not None else 0
         rule(not top or body.get("logprobs"), "top_logprobs", "needs logprobs", top)
         whole = functools.partial(self._whole, ask, reasoning)
-        asked = await self._requests(path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole)
+        asked = await self._requests(
+            path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole, pictures=pictures
+        )
         parser = functools.partial(
             Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open"
         )
@@ -123,7 +127,7 @@ class OpenAI:
     async def count_tokens(self, http: HTTPRequest) -> Response:
         """The number of tokens of a conversation, in Anthropic's format."""
         body = await self._body(http)
-        count = functools.partial(messages.count, forces=True)
+        count = functools.partial(messages.count, forces=True, processor=self.service.processor)
         counted = await off_loop(http, count, body, self._format(), self._tokenizer(), TABLES[http.url.path])
         return Answer(counted)
 
@@ -149,20 +153,26 @@ class OpenAI:
         document = fields.schema(body.get("response_format"), "response_format")
         return dataclasses.replace(ask, sampling={**ask.sampling, **document})
 
-    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], str]:
-        """The request, its prompt, and whether the answer has reasoning, as for `answer_grammar.of`."""
+    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], str, list[Picture]]:
+        """The request with its images read, its prompt, whether the answer has reasoning, as for `answer_grammar.of`,
+        and the patches of its images."""
         more = [fields.MOST_PROMPTS] if path == "/v1/chat/completions" else []
         ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more, forces=True)
-        tokenizer = self._tokenizer()
+        tokenizer, processor = self._tokenizer(), self.service.processor
+        ask = asks.seen(ask, processor)
         known = self._style or not ask.tools
         unknown = f"the format of this model's calls is not known; start the server with --style {'|'.join(STYLES)}"
         rule(known, "tools", unknown, "no style")
-        text = "".join(message.get("content") or "" for message in ask.messages)
+        text = "".join(images.words(message.get("content")) for message in ask.messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
-        prompt = asks.render(tokenizer, ask)
+        prompt = asks.render(tokenizer, ask, processor=processor)
         thinks = THINK in self._chat_template and not prompt[-100:].rstrip().endswith(THOUGHT)
         reasoning = "open" if asks.opened(prompt) else "may" if thinks else ""
-        return ask, template.encode(tokenizer, prompt), reasoning
+        tokens, seen = template.encode(tokenizer, prompt), images.of(ask.messages)
+        if processor is None:
+            return ask, tokens, reasoning, []
+        pictures = [self.service.engine.pictures.picture(image) for image in seen]
+        return ask, processor.expanded(tokens, seen), reasoning, pictures
 
     def _whole(self, ask: asks.Ask, reasoning: str, document: Grammar | None) -> Grammar | None:
         """The grammar of a whole answer, from that of its document."""
@@ -179,6 +189,7 @@ class OpenAI:
         top: int | None,
         inputs: int | None = None,
         grammar: Callable[[Grammar | None], Grammar | None] = lambda document: document,
+        pictures: Sequence[Picture] = (),
     ) -> Ask:
         """The engine's requests, whose grammars are compiled.
 
@@ -186,6 +197,7 @@ class OpenAI:
           top: likeliest tokens to report; None = no log-probabilities at all.
           inputs: as `Request.input_logprobs_from`.
           grammar: of the whole answer, from that which the request names.
+          pictures: patches of the conversation's images.
         """
         body, context = ask.body, self.service.engine.context
         adapter = fields.name(body, "lora_path") if body.get("lora_path") is not None else ""
@@ -206,7 +218,9 @@ class OpenAI:
         requests = [
             request
             for prompt, one, rid in zip(prompts, chosen, names, strict=True)
-            for request in request_parsing.samples(tuple(prompt), one, rid, inputs, top or 0, adapter=adapter)
+            for request in request_parsing.samples(
+                tuple(prompt), one, rid, inputs, top or 0, adapter=adapter, images=images.of(ask.messages)
+            )
         ]
         request_parsing.check_size(requests, (top is not None,) * len(requests))
         self.service.bridge.check_room(requests)
@@ -217,6 +231,7 @@ class OpenAI:
             stream=ask.stream,
             logprobs=(top is not None,) * len(requests),
             texts=True,
+            pictures=pictures,
         )
 
     # -- the answer ------------------------------------------------------------------------------

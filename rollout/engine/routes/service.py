@@ -33,10 +33,12 @@ class Service:
       path: folder of the weights in use; `tokenizer_path`: the folder served initially.
       checksums: of the weights in use, from `checkpoint.read_weights`.
       dtype: of the weights in the engine.
+      processor: of images, `adapters.data.images.Processor`; None = the model reads text alone.
       read: reads and stages a folder of weights, as `read_here`; replaced where other processes read, too (`hosts`).
     """
 
-    def __init__(self, engine, tokenizer: Any, path: str, checksums: dict[str, str], dtype: str):
+    def __init__(self, engine, tokenizer: Any, path: str, checksums: dict[str, str], dtype: str, processor: Any = None):
+        self.processor = processor
         self.engine, self.tokenizer, self.checksums, self.dtype = engine, tokenizer, checksums, dtype
         self.path = self.tokenizer_path = path
         self.read, self.started = self.read_here, time.time()
@@ -46,7 +48,7 @@ class Service:
     @property
     def sees(self) -> bool:
         """Whether the model reads images."""
-        return self.engine.pictures is not None
+        return self.processor is not None
 
     def open(self) -> None:
         """Must be called on the event loop before the first request."""

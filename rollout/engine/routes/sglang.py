@@ -16,9 +16,10 @@ from starlette.routing import Route
 
 from .... import __version__
 from ...chat import fields
-from ...processes.http_limits import off_loop, read_json
+from ...processes.http_limits import read_json
 from ..request import Progress, Request, Sampling
 from . import request_parsing
+from .image_data import off_loop
 from .replies import Answer, disconnected, events
 from .service import Service
 
@@ -57,10 +58,7 @@ class SGLang:
         start = time.perf_counter()
         body = await read_json(http)
         given = body, self.service.tokenizer, self.engine.context, self.engine.pictures
-        if body.get("image_data"):  # of which little may be much to compute
-            ask = await asyncio.to_thread(request_parsing.generate, *given)
-        else:
-            ask = await off_loop(http, request_parsing.generate, *given)
+        ask = await off_loop(http, request_parsing.generate, *given)
         self.service.bridge.check_room(ask.requests)
         await self.service.compile([request.sampling for request in ask.requests])
         if ask.stream:

@@ -8,12 +8,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...chat import fields
+from ...chat import fields, images
 from ...chat.api import chat, openai
-from ...chat.api.ask import Ask, render
+from ...chat.api.ask import Ask, render, seen
 from ...chat.fields import Refusal, Refused, Table, rule
-from ...processes.http_limits import off_loop, read_json
+from ...processes.http_limits import read_json
 from . import request_parsing
+from .image_data import off_loop
 from .replies import Answer
 from .service import Service
 
@@ -62,8 +63,7 @@ class Tokenizer:
         if (body.get("prompt") is None) == (body.get("messages") is None):
             raise Refused("prompt", "give either a prompt or messages")
         if body.get("messages") is not None:
-            text = self._rendered(body, tokenizer)
-            return tokenizer.encode(text, add_special_tokens=False)
+            return self._conversation(body, tokenizer)
         prompt = body["prompt"]
         texts = [prompt] if isinstance(prompt, str) else prompt
         right = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
@@ -73,18 +73,20 @@ class Tokenizer:
         ids = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
         return ids[0] if isinstance(prompt, str) else ids
 
-    def _rendered(self, body: dict[str, Any], tokenizer: Any) -> str:
-        messages = openai.messages(body)
-        text = "".join(message.get("content") or "" for message in messages)
+    def _conversation(self, body: dict[str, Any], tokenizer: Any) -> list[int]:
+        messages, processor = openai.messages(body), self.service.processor
+        text = "".join(images.words(message.get("content")) for message in messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
-        ask = Ask(
+        asked = Ask(
             body=body,
             messages=messages,
             tools=chat.chosen(body.get("tool_choice"), chat.tools(body), forces=True),
             template=fields.mapping(body, "chat_template_kwargs"),
         )
+        ask = seen(asked, processor)
         ends = fields.boolean({"add_generation_prompt": True, **body}, "add_generation_prompt")
-        return render(tokenizer, ask, ends)
+        ids = tokenizer.encode(render(tokenizer, ask, ends, processor), add_special_tokens=False)
+        return processor.expanded(ids, images.of(ask.messages)) if processor else ids
 
     def _text(self, body: dict[str, Any]) -> str | list[str]:
         fields.known(body, DETOKENIZE)
