@@ -163,7 +163,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
     )  # fmt: skip
     if config.task == "sums":
         return made
-    return dataclasses.replace(made, init="checkpoint", vision="trained", length=136, rows=52)
+    return dataclasses.replace(made, init="checkpoint", vision="trained", length=136, rows=56)
 
 
 def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
@@ -179,7 +179,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
         serving=Serving(serve=Serve(slots=128, context=64)),
         evaluation=Evaluation(heldout=(str(out / f"data/{config.rows}.jsonl"),), evaluate_every=25),
     )  # fmt: skip
-    return made if config.task == "sums" else options.replaced(made, vision="trained", length=136, rows=52)
+    return made if config.task == "sums" else options.replaced(made, vision="trained", length=136, rows=56)
 
 
 def write_data(config: Config, out: Path, model: dict = MODEL) -> int:
