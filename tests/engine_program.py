@@ -32,7 +32,7 @@ def generate(engine, case):
     import test_rollout_engine_images as seeing
     from test_rollout_engine_pages import requests as texts
 
-    requests = (lambda case: seeing.requests()) if case in seeing.vlm.CASES else texts
+    requests = seeing.requests if case in seeing.vlm.CASES else texts
     made = engine.generate(requests(case))
     assert engine.stats()["preemptions"] > 0
     if "moe" not in case:

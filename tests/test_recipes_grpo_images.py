@@ -2,6 +2,7 @@
 
 import json
 
+import jobs
 import numpy as np
 import pytest
 import tiny
@@ -67,3 +68,24 @@ def test_sampler_and_trainer_agree_on_images_over_steps(place, tmp_path, how, in
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert before.keys() == after.keys() and any("visual" in name for name in moved) == (how == "trained")
     assert json.loads((out / "config.json").read_text())["training"]["vision"] == how
+
+
+@pytest.mark.mesh
+def test_two_processes_train_as_one(place, tmp_path):
+    """Images travel with the groups of process 0, and each process makes the patches."""
+    asked = config(place, tmp_path / "alone", Serve(slots=8, context=64))
+    grpo.main(asked)
+    words = {
+        "model": place / "model", "data": place / "rows.jsonl", "reward": REWARD, "out": tmp_path / "both", "steps": 2,
+        "groups": 3, "group-size": 2, "eta": 0, "sampling.max-new-tokens": 8, "length": 64, "rows": 2, "optim.lr": 1e-2,
+        "optim.warmup": 0, "mesh.fsdp": 2, "serve.slots": 8, "serve.context": 64,
+    }  # fmt: skip
+    flags = [f"--{name}={value}" for name, value in words.items()]
+    jobs.run(["-m", "areax", "train", "grpo", *flags], 2, tmp_path / "logs")
+    one, both = (
+        [x for x in run_dir.read_lines(tmp_path / name / "metrics.jsonl") if x["kind"] == "grpo"]
+        for name in ("alone", "both")
+    )
+    for a, b in zip(one, both, strict=True):
+        assert b["max_logp_diff"] < 1e-4 and b["images"] == a["images"]
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)

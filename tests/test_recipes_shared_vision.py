@@ -12,7 +12,7 @@ import pytest
 import torch
 import vlm
 
-from areax.adapters import hf, peft, safetensors
+from areax.adapters import hf, peft, safetensors, tokenizer
 from areax.adapters.data import images as readers
 from areax.core import kl, losses, optim, packing
 from areax.models.lora import Lora
@@ -44,6 +44,7 @@ def place(tmp_path_factory):
         table[COPY] = table[vlm.IMAGE]
     model.save_pretrained(path)
     (path / readers.FILE).write_text(json.dumps(PROCESSOR))
+    tokenizer.save(tokenizer.character("0123456789"), path)
     return path, model
 
 
@@ -186,3 +187,22 @@ def test_a_mesh_takes_the_step_of_one_device(place, layout, more):
         assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=2e-5), name
     for a, b in zip(*(jax.tree.leaves(learner.whole(state.policy)) for state in (many, one)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(initial=1))
+
+
+@pytest.mark.mesh
+def test_a_policy_learns_from_a_teacher_that_sees_the_images(place):
+    """The policy itself, from which it does not differ."""
+    objective = losses.GRPO(advantage=dict(teacher=0.1))
+    state = built(place, teacher=str(place[0]), distill_coef=1.0, objective=objective)
+    report = trainer.train_on_batch(state, groups(place))
+    assert report["divergence"] == pytest.approx(0, abs=1e-6) and report["max_logp_diff"] <= 1e-4
+
+
+def test_what_cannot_be_is_refused_in_one_line(place):
+    [made] = [groups(place)[0]]
+    batch = packing.pack(made, 64, rows=2)
+    with pytest.raises(ValueError, match="images: this run reads none, .*load the tower with --vision frozen"):
+        vision.attach(None, [batch], [vision.of(made)])
+    critic = rl_options.CriticOptions(model=str(place[0]))
+    with pytest.raises(ValueError, match="--critic.model .*: reads no images, as the policy does; leave it out"):
+        built(place, objective=losses.PPO(), critic=critic)

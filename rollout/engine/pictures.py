@@ -6,7 +6,6 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from ...models.vision import Media, Tower
 from ..types import Image
 
 LOCKS = 16
+KEPT = 1 << 30  # bytes of patches in host memory; those of further images are made again when it is their turn
 
 
-@dataclass(frozen=True, eq=False)
 class Picture:
     """An image as the vision tower reads it.
 
@@ -26,14 +25,36 @@ class Picture:
       hash: of its bytes.
       count: how many features it has; so many tokens stand for it.
       grid: as in `vision.Media`.
-      patches: the arrays of `vision.arrange` for a row of this image, and `order`, i32[U], which of U features is that
-        of each token.
     """
 
-    hash: str
-    count: int
-    grid: tuple[int, int, int]
-    patches: dict[str, np.ndarray]
+    def __init__(self, image: Image, processor: Any, tower: Tower):
+        self._image, self._processor, self._tower = image, processor, tower
+        self._patches: dict[str, np.ndarray] | None = self._made()
+        self.hash = image.hash
+
+    def _made(self) -> dict[str, np.ndarray]:
+        media, tower = self._processor.media(self._image), self._tower
+        self.grid, self.count = media.grid, len(media.patches) // tower.unit
+        row = np.full((1, self.count), tower.image)
+        made = vision.arrange(row, np.ones_like(row), [[media]], tower)
+        order = np.zeros(made["patch"].shape[1] // tower.unit, np.int32)
+        order[: self.count] = made["feature"][0]
+        return {**{name: x for name, x in made.items() if name not in vision.PER_TOKEN}, "order": order}
+
+    @property
+    def kept(self) -> int:
+        """Bytes of its patches, if they are in memory."""
+        return sum(x.nbytes for x in (self._patches or {}).values())
+
+    def take(self) -> dict[str, np.ndarray]:
+        """The arrays of `vision.arrange` for a row of this image, and `order`, i32[U], which of U features is that of
+        each token. They are not kept any longer."""
+        patches, self._patches = self._patches, None
+        return patches or self._made()
+
+    def drop(self) -> None:
+        """Makes patches again when they are taken."""
+        self._patches = None
 
 
 class Pictures:
@@ -56,27 +77,23 @@ class Pictures:
         """
         with self._locks[int(image.hash[:8], 16) % LOCKS]:  # samples of a group come at the same time
             if (known := self._known.get(image.hash)) is None:
-                known = self._known[image.hash] = self._made(image)
+                known = Picture(image, self._processor, self._tower)
+                if known.kept + sum(one.kept for ref in self._known.valuerefs() if (one := ref())) > KEPT:
+                    known.drop()
+                self._known[image.hash] = known
             return known
-
-    def _made(self, image: Image) -> Picture:
-        media, tower = self._processor.media(image), self._tower
-        count = len(media.patches) // tower.unit
-        row = np.full((1, count), tower.image)
-        made = vision.arrange(row, np.ones_like(row), [[media]], tower)
-        patches = {name: x for name, x in made.items() if name not in vision.PER_TOKEN}
-        patches["order"] = np.zeros(made["patch"].shape[1] // tower.unit, np.int32)
-        patches["order"][:count] = made["feature"][0]
-        return Picture(image.hash, count, media.grid, patches)
 
     def expanded(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[int, ...]:
         """Tokens with the image token as often as each image has features, where they have it once for each image, as
-        chat templates write it; others as they are."""
-        token = self._tower.image
-        if not images or sum(each == token for each in tokens) != len(images):
+        chat templates write it; others as they are. Behind those of the images there may be more, which were sampled.
+        """
+        runs = _runs(tokens, self._tower.image)
+        starts = [at for start, end in runs for at in range(start, end)]
+        apart = len(runs) >= len(images) and all(end - start == 1 for start, end in runs[: len(images)])
+        if not images or not (apart or len(starts) == len(images)):
             return tuple(tokens)
-        counts = iter([self.picture(image).count for image in images])
-        return tuple(each for one in tokens for each in ([token] * next(counts) if one == token else [one]))
+        counts = dict(zip(starts, (self.picture(image).count for image in images), strict=False))
+        return tuple(each for i, one in enumerate(tokens) for each in [one] * counts.get(i, 1))
 
     def placed(self, tokens: Sequence[int], images: Sequence[Image]) -> Placement:
         """Where the images of a prompt stand in it.

@@ -91,6 +91,7 @@ class Prompts:
         """Takes a request out; nothing of it may be scheduled."""
         if live in self.entering:
             self.entering.remove(live)
+            self._forget_used_features()
 
     def forget(self) -> None:
         """Keeps what follows in the prompts begun out of other prompts, as it depends on replaced weights, and drops
@@ -104,6 +105,13 @@ class Prompts:
         if gone := self._encoded - but:
             self._device.run("forget_features", sorted(gone))
             self._encoded -= gone
+
+    def _forget_used_features(self) -> None:
+        """Drops those that no prompt here needs any more."""
+        if self._encoded:
+            left = ((live, live.images) for live in self.entering)
+            needed = {one.hash for live, own in left if own for _, one in own.within(live.done, live.length)}
+            self.forget_features(but=needed)
 
     def advance(self, budget: int) -> Iterator[Live]:
         """Computes chunks until `budget` tokens are spent, nothing is left, or memory is short; yields each request
@@ -264,11 +272,7 @@ class Prompts:
             self._copy()
         for live in dict.fromkeys(chunk.live for chunk in chunks):
             self._cache.behind(live, live.done)
-        if self._encoded:
-            waiting = ((live, live.images) for live in self.entering)
-            self.forget_features(
-                {one.hash for live, own in waiting if own for _, one in own.within(live.done, live.length)}
-            )
+        self._forget_used_features()
 
     def _copy(self) -> None:
         cache, states = self._cache, self._states
@@ -318,7 +322,7 @@ class Prompts:
             position_RT3[i, : chunk.end - chunk.start] = chunk.live.images.positions(chunk.start, chunk.end)
             for at, picture in chunk.live.images.within(chunk.start, chunk.end):
                 if picture.hash not in self._encoded:
-                    self._device.run("encode", picture.hash, picture.patches)
+                    self._device.run("encode", picture.hash, picture.take())
                     self._encoded.add(picture.hash)
                 first, end = max(at, chunk.start), min(at + picture.count, chunk.end)
                 of = slice(first - chunk.start, end - chunk.start)

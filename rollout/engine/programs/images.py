@@ -61,7 +61,7 @@ def encode(params, patches: Mapping[str, Any], *, tower: Tower):
 
     Args:
       params: the tower's.
-      patches: `Picture.patches`.
+      patches: as `Picture.take`.
     """
     arrays = (patches.get(name) for name in ("patch", "patch_frame", "patch_place", "patch_window"))
     run = models.Run(remat="none")

@@ -5,6 +5,8 @@ They serve speculative decoding and kernels of the CPU engine. A dense text mode
 No submodules on purpose: SGLang looks for `sgl_kernel.scalar_type` and goes on without it.
 """
 
+import torch
+
 NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -25,3 +27,14 @@ def _refuse(name):
 
 
 globals().update({name: _refuse(name) for name in NAMES})
+
+# Operators that models of vision and of text name when they are imported, and call elsewhere only.
+OPERATORS = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+library = torch.library.Library("sgl_kernel", "FRAGMENT")
+for operator in OPERATORS:
+    library.define(f"{operator}(Tensor x) -> Tensor")
