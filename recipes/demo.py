@@ -37,6 +37,7 @@ MODEL = {
 }  # fmt: skip
 DEMONSTRATIONS = 1 << 16
 TASKS = {"sums": arithmetic, "shapes": shapes}
+CONTROLS = {"shuffled": 0.6, "frozen": 0.6, "pictures": 0.45}  # accuracy that each must stay below
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,12 @@ async def run(config: Config) -> int:
 
 
 def controls(config: Config, out: Path) -> int:
-    """Runs GRPO with shuffled rewards, with learning rate 0, and with shuffled pictures: none may reach 60 %.
+    """Runs GRPO with shuffled rewards, with learning rate 0, and with shuffled pictures: none may reach its limit.
 
     Half as many steps as with rewards, by when those have taken the model to nearly 100 %.
     """
     results = {}
-    for name in ("shuffled", "frozen", *(["pictures"] if config.task == "shapes" else [])):
+    for name in CONTROLS if config.task == "shapes" else ("shuffled", "frozen"):
         run = grpo_config(config, out, f"control-{name}")
         changes = {
             "shuffled": {"shuffle_rewards": True},
@@ -150,8 +151,8 @@ def controls(config: Config, out: Path) -> int:
         results[name] = grpo.main(run)["accuracy"]
     run_dir.write_json(out / "controls.json", results)
     for name, accuracy in results.items():
-        print(f"control {name:9} held-out accuracy {_percent(accuracy)}, must stay below 60 %")
-    return int(any(accuracy is None or accuracy >= 0.6 for accuracy in results.values()))
+        print(f"control {name:9} held-out accuracy {_percent(accuracy)}, must stay below {CONTROLS[name]:.0%}")
+    return int(any(accuracy is None or accuracy >= CONTROLS[name] for name, accuracy in results.items()))
 
 
 def sft_config(config: Config, out: Path) -> sft.Config:

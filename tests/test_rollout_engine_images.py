@@ -42,6 +42,9 @@ def picture(seed, *grid):
 class Processor:
     """In place of a model's: random patches of small grids."""
 
+    def count(self, image):
+        return int(np.prod(json.loads(image.data)[0])) // 4
+
     def media(self, image):
         grid, seed = json.loads(image.data)
         return vlm.media(tuple(grid), seed)
@@ -175,6 +178,14 @@ def test_a_cached_prefix_is_that_of_the_same_image(alone):
             [made] = engine.generate(asked[i : i + 1])
             assert same(made, wanted[i]) and made.cached_tokens == cached
         assert unused(engine)
+
+
+def test_pages_of_another_size_give_the_same_tokens():
+    name = "qwen3_vl"
+    with engine_of(name) as small, engine_of(name, page=32) as large:
+        for a, b in zip(small.generate(requests(name)), large.generate(requests(name)), strict=True):
+            assert a.tokens == b.tokens
+            np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
 
 
 def test_random_aborts_lose_no_page_and_no_features():
@@ -318,7 +329,10 @@ def test_adapters_read_images():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name, split", [("qwen2_5_vl", EngineMesh(tp=2)), ("qwen3_5", EngineMesh(tp=2))])
+@pytest.mark.parametrize(
+    "name, split",
+    [("qwen2_5_vl", EngineMesh(tp=2)), ("qwen3_5", EngineMesh(tp=2)), ("qwen3_5_moe", EngineMesh(ep=5))],
+)
 def test_samples_over_devices_are_those_of_one_device(name, split):
     with engine_of(name) as one, engine_of(name, mesh=split) as engine:
         found, wanted = engine.generate(requests(name)), one.generate(requests(name))
@@ -355,6 +369,8 @@ def test_bad_images_are_refused_in_one_line():
                 engine.generate([ask(0, given, seen)])
         assert engine.generate([ask(0, tokens, images, 3)])[0].tokens
     config, params = model("qwen3_vl")
+    with pytest.raises(ValueError, match="tp must divide the heads of the vision tower, 6, got 4"):
+        engine_of("qwen3_vl", mesh=EngineMesh(tp=4))
     with Engine(config, params, **SIZES) as engine:
         with pytest.raises(ValueError, match="this model reads text alone"):
             engine.generate([ask(0, tokens, images)])
@@ -374,10 +390,10 @@ def test_prompts_are_expanded_as_chat_templates_write_them():
 
 def test_patches_of_an_image_are_computed_once_at_a_time():
     class Slow(Processor):
-        count = 0
+        times = 0
 
         def media(self, image):
-            self.count += 1
+            self.times += 1
             time.sleep(0.05)
             return super().media(image)
 
@@ -385,14 +401,14 @@ def test_patches_of_an_image_are_computed_once_at_a_time():
     pictures = Pictures(slow, model("qwen3_vl")[0].vision)
     with ThreadPoolExecutor(8) as pool:
         found = [*pool.map(pictures.picture, [Image(WIDE.data) for _ in range(8)])]
-    assert len(set(found)) == slow.count == 1
+    assert len(set(found)) == slow.times == 1
 
 
 def test_patches_beyond_the_memory_for_them_are_made_again(monkeypatch):
     tokens, images = prompt(0, 3, WIDE, 2, SMALL, 4)
     with engine_of("qwen3_vl") as engine:
         [wanted] = engine.generate([ask(0, tokens, images)])
-        kept = [picture.kept for picture in map(engine.pictures.picture, images)]
+        kept = [picture.kept for picture in [*map(engine.pictures.picture, images)]]
         monkeypatch.setattr("areax.rollout.engine.pictures.KEPT", kept[0])
         assert engine.flush()
         held = [*map(engine.pictures.picture, images)]

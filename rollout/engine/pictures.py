@@ -63,7 +63,8 @@ class Pictures:
     def __init__(self, processor: Any, tower: Tower):
         """
         Args:
-          processor: `media(image) -> vision.Media`, as `adapters.data.images.Processor`.
+          processor: `media(image) -> vision.Media` and `count(image)`, the number of its features, as
+            `adapters.data.images.Processor`.
         """
         self._processor, self._tower = processor, tower
         self._known: weakref.WeakValueDictionary[str, Picture] = weakref.WeakValueDictionary()
@@ -83,6 +84,11 @@ class Pictures:
                 self._known[image.hash] = known
             return known
 
+    def count(self, image: Image) -> int:
+        """How many features an image has, before it is computed."""
+        known = self._known.get(image.hash)
+        return known.count if known else self._processor.count(image)
+
     def expanded(self, tokens: Sequence[int], images: Sequence[Image]) -> tuple[int, ...]:
         """Tokens with the image token as often as each image has features, where they have it once for each image, as
         chat templates write it; others as they are. Behind those of the images there may be more, which were sampled.
@@ -92,7 +98,7 @@ class Pictures:
         apart = len(runs) >= len(images) and all(end - start == 1 for start, end in runs[: len(images)])
         if not images or not (apart or len(starts) == len(images)):
             return tuple(tokens)
-        counts = dict(zip(starts, (self.picture(image).count for image in images), strict=False))
+        counts = dict(zip(starts, map(self.count, images), strict=False))
         return tuple(each for i, one in enumerate(tokens) for each in [one] * counts.get(i, 1))
 
     def placed(self, tokens: Sequence[int], images: Sequence[Image]) -> Placement:
@@ -106,28 +112,28 @@ class Pictures:
         Raises:
           ValueError: the tokens are not those of the images, or the last one stands for a feature.
         """
-        pictures = [self.picture(image) for image in images]
+        counts = [*map(self.count, images)]
         token = self._tower.image
         runs, starts = _runs(tokens, token), list[int]()
         for begin, end in runs:
             at, several = begin, list[int]()
-            for picture in pictures[len(starts) :]:
-                if at + picture.count > end:
+            for count in counts[len(starts) :]:
+                if at + count > end:
                     break
                 several.append(at)
-                at += picture.count
+                at += count
             if at == end:
                 starts += several
-        if len(starts) < len(pictures):
-            missing = pictures[len(starts)]
+        if len(starts) < len(counts):
             found = ", ".join(str(end - begin) for begin, end in runs) or "none"
+            number, needed = len(starts) + 1, counts[len(starts)]
             raise ValueError(
-                f"images: image {len(starts) + 1} of {len(pictures)} needs {missing.count} tokens {token} in a row, "
-                f"one for each feature, or each image a single one, got runs of {found:.80}"
+                f"images: image {number} of {len(counts)} needs {needed} tokens {token} in a row, one for each feature, "
+                f"or each image a single one, got runs of {found:.80}"
             )
-        if starts[-1] + pictures[-1].count == len(tokens):
+        if starts[-1] + counts[-1] == len(tokens):
             raise ValueError(f"images: a prompt must not end with an image, got token {token} as its last one")
-        return Placement(pictures, starts, tokens, self._tower)
+        return Placement([*map(self.picture, images)], starts, tokens, self._tower)
 
 
 class Placement:

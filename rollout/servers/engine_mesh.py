@@ -39,7 +39,8 @@ class EngineMesh:
         return " x ".join(f"{name} {count}" for name, count in asdict(self).items() if count > 1) or "one device"
 
     def check(self, config) -> None:
-        """Raises ValueError if a model's experts or heads cannot be split so; `rules.of_params` does for the rest."""
+        """Raises ValueError if a model's experts or heads, or its vision tower's, cannot be split so; `rules.of_params`
+        does for the rest."""
         experts = getattr(config, "experts", 0)
         if self.ep > 1 and (not experts or experts % self.ep):
             raise ValueError(
@@ -52,6 +53,8 @@ class EngineMesh:
                 f"mesh: tp must divide the query heads of each layer, {', '.join(map(str, sorted(heads)))} in this "
                 f"{config.family}, got {self.tp}; use a divisor"
             )
+        if config.vision and (N := config.vision.heads) % self.tp:
+            raise ValueError(f"mesh: tp must divide the heads of the vision tower, {N}, got {self.tp}; use a divisor")
 
     @property
     def replica(self) -> EngineMesh:

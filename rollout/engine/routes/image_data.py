@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -14,7 +14,7 @@ from ....adapters.data import images
 from ...chat.fields import Refused, rule, shown
 from ...processes import http_limits
 from ...types import Image
-from ..pictures import Pictures
+from ..pictures import Pictures, Placement
 
 NAME = "image_data"
 MOST = 256  # images of a prompt
@@ -39,19 +39,25 @@ def read(given: Any, P: int, single: bool, pictures: Pictures | None) -> list[tu
     Raises:
       Refused: it is neither, or the model reads text alone.
     """
-    if given is None or given in ("", []):
+    if not given:
         return [()] * P
-    rule(pictures is not None, NAME, "must be absent: the model that is served reads text alone", given)
     if not isinstance(given, list):
-        return [(_image(given),)] * P
+        return [_of_prompt(given, pictures)] * P
     if single and not (len(given) == 1 and isinstance(given[0], list)):
         given = [given]
     rule(len(given) == P, NAME, f"must be a list for each of {P} prompts", f"{len(given)} entries")
-    return [_of_prompt(one) for one in given]
+    return [_of_prompt(one, pictures) for one in given]
 
 
-def _of_prompt(given: Any) -> tuple[Image, ...]:
-    several = [] if given is None else given if isinstance(given, list) else [given]
+def placed(pictures: Pictures | None, prompt: Sequence[int], seen: Sequence[Image], context: int) -> Placement | None:
+    """Makes patches of the images of a prompt, which the engine then finds; None if there are none, or the prompt is too
+    long, which the engine refuses."""
+    return pictures.placed(prompt, seen) if pictures and seen and len(prompt) <= context else None
+
+
+def _of_prompt(given: Any, pictures: Pictures | None) -> tuple[Image, ...]:
+    several = [one for one in (given if isinstance(given, list) else [given]) if one is not None]
+    rule(pictures or not several, NAME, "must be empty: the model that is served reads text alone", several)
     rule(len(several) <= MOST, NAME, f"must have at most {MOST} images for a prompt", len(several))
     return tuple(map(_image, several))
 

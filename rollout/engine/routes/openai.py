@@ -20,10 +20,10 @@ from ...chat.api.ask import Event, encoded
 from ...chat.fields import Refused, rule
 from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text
 from ...processes.http_limits import read_json
-from ..pictures import Picture
+from ..pictures import Placement
 from ..request import Grammar, Progress
 from . import answer_grammar, request_parsing
-from .image_data import off_loop
+from .image_data import off_loop, placed
 from .openai_fields import TABLES
 from .replies import Answer, disconnected
 from .request_parsing import Ask
@@ -110,13 +110,13 @@ class OpenAI:
 
     async def conversation(self, path: str, http: HTTPRequest) -> Response:
         """Answers a conversation."""
-        ask, prompt, reasoning, pictures = await off_loop(http, self._read_conversation, path, await self._body(http))
+        ask, prompt, reasoning, seen = await off_loop(http, self._read_conversation, path, await self._body(http))
         body = ask.body
         top = fields.integer(body, "top_logprobs", least=0) if body.get("top_logprobs") is not None else 0
         rule(not top or body.get("logprobs"), "top_logprobs", "needs logprobs", top)
         whole = functools.partial(self._whole, ask, reasoning)
         asked = await self._requests(
-            path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole, pictures=pictures
+            path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole, seen=seen
         )
         parser = functools.partial(
             Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open"
@@ -153,9 +153,9 @@ class OpenAI:
         document = fields.schema(body.get("response_format"), "response_format")
         return dataclasses.replace(ask, sampling={**ask.sampling, **document})
 
-    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], str, list[Picture]]:
+    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], str, Placement | None]:
         """The request with its images read, its prompt, whether the answer has reasoning, as for `answer_grammar.of`,
-        and the patches of its images."""
+        and its images with their patches."""
         more = [fields.MOST_PROMPTS] if path == "/v1/chat/completions" else []
         ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more, forces=True)
         tokenizer, processor = self._tokenizer(), self.service.processor
@@ -169,10 +169,9 @@ class OpenAI:
         thinks = THINK in self._chat_template and not prompt[-100:].rstrip().endswith(THOUGHT)
         reasoning = "open" if asks.opened(prompt) else "may" if thinks else ""
         tokens, seen = template.encode(tokenizer, prompt), images.of(ask.messages)
-        if processor is None:
-            return ask, tokens, reasoning, []
-        pictures = [self.service.engine.pictures.picture(image) for image in seen]
-        return ask, processor.expanded(tokens, seen), reasoning, pictures
+        tokens = processor.expanded(tokens, seen) if processor else tokens
+        engine = self.service.engine
+        return ask, tokens, reasoning, placed(engine.pictures, tokens, seen, engine.context)
 
     def _whole(self, ask: asks.Ask, reasoning: str, document: Grammar | None) -> Grammar | None:
         """The grammar of a whole answer, from that of its document."""
@@ -189,7 +188,7 @@ class OpenAI:
         top: int | None,
         inputs: int | None = None,
         grammar: Callable[[Grammar | None], Grammar | None] = lambda document: document,
-        pictures: Sequence[Picture] = (),
+        seen: Placement | None = None,
     ) -> Ask:
         """The engine's requests, whose grammars are compiled.
 
@@ -197,7 +196,7 @@ class OpenAI:
           top: likeliest tokens to report; None = no log-probabilities at all.
           inputs: as `Request.input_logprobs_from`.
           grammar: of the whole answer, from that which the request names.
-          pictures: patches of the conversation's images.
+          seen: the conversation's images.
         """
         body, context = ask.body, self.service.engine.context
         adapter = fields.name(body, "lora_path") if body.get("lora_path") is not None else ""
@@ -231,7 +230,7 @@ class OpenAI:
             stream=ask.stream,
             logprobs=(top is not None,) * len(requests),
             texts=True,
-            pictures=pictures,
+            images=[seen],
         )
 
     # -- the answer ------------------------------------------------------------------------------

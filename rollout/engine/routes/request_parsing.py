@@ -18,7 +18,7 @@ from ...chat import fields
 from ...chat.api import openai
 from ...chat.fields import Refusal, rule, shown
 from ...types import Image
-from ..pictures import Picture, Pictures
+from ..pictures import Pictures, Placement
 from ..request import BIASES, Grammar, Request, Sampling
 from . import image_data
 
@@ -80,7 +80,7 @@ class Ask:
       stream: stream the answers.
       logprobs: for each request, whether the answer has log-probabilities.
       texts: log-probabilities include the token's text.
-      pictures: patches of the requests' images, kept until the engine has the requests.
+      images: of each prompt, with their patches, kept until the engine has the requests.
     """
 
     requests: tuple[Request, ...]
@@ -89,7 +89,7 @@ class Ask:
     stream: bool
     logprobs: tuple[bool, ...]
     texts: bool
-    pictures: Sequence[Picture] = ()
+    images: Sequence[Placement | None] = ()
 
 
 def generate(body: Any, tokenizer: Any, context: int, pictures: Pictures | None = None) -> Ask:
@@ -139,7 +139,7 @@ def generate(body: Any, tokenizer: Any, context: int, pictures: Pictures | None 
         stream=fields.boolean(body, "stream"),
         logprobs=logprobs,
         texts=fields.boolean(body, "return_text_in_logprobs"),
-        pictures=[pictures.picture(image) for images in seen for image in images] if pictures else (),
+        images=[image_data.placed(pictures, *each, context) for each in zip(prompts, seen, strict=True)],
     )
 
 
