@@ -94,3 +94,10 @@ class Retry(RolloutWorkflow):
             input_ids=torch.tensor([seq]), loss_mask=torch.tensor([mask]), logprobs=torch.tensor([logprobs]),
             versions=torch.tensor([versions]), rewards=torch.tensor([reward * discount]),
         )  # fmt: skip
+
+
+class Seeing(SingleTurn):
+    """Reads images with a processor of transformers."""
+
+    def __init__(self, reward_fn, gconfig, tokenizer, processor):
+        super().__init__(reward_fn, gconfig, tokenizer)

@@ -172,7 +172,7 @@ def check(done, prompt, n):
 
 def run(main):
     """Runs `main` with a timeout: tests take up to 6 s (20 s on a slow machine), an unanswered call 120 s or more."""
-    asyncio.run(asyncio.wait_for(main(), 100))
+    return asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def controls(server):

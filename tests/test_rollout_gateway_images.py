@@ -6,6 +6,7 @@ References are written by hand: the text as the template of `vlm` renders it, an
 import asyncio
 import base64
 import json
+import sys
 
 import anthropic
 import openai
@@ -189,6 +190,29 @@ def test_limits_and_models_of_text(model):
         assert not engine.asked
 
     served(model, written)
+
+
+PROGRAM = """
+import json, sys, openai
+row, client = json.load(sys.stdin), openai.OpenAI(max_retries=0)
+part = {"type": "image_url", "image_url": {"url": row["images"][0]}}
+client.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+print(json.dumps({"reward": 0.5}))
+"""
+
+
+def test_a_program_gets_images_as_data_urls(model, tmp_path):
+    engine = Engine(model[0])
+    engine.says += ["a cat"]
+    (tmp_path / "agent.py").write_text(PROGRAM)
+
+    async def run():
+        play, given = agents.command(f"{sys.executable} {tmp_path}/agent.py"), dict(reward=None, sampling=Sampling())
+        async with agents.played(play, "exec:", tokenizer=model[0], processor=model[1], **given) as episode:
+            return await episode(engine, {"images": [{"bytes": FIRST, "path": "a.png"}]})
+
+    [row] = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [image.data for image in row.images] == [FIRST] and row.reward == 0.5
 
 
 def test_an_agent_passes_images_on(model):

@@ -308,3 +308,11 @@ def test_imports_that_are_not_here_say_what_to_do(tmp_path, imports, message):
     (tmp_path / "mine.py").write_text(f"{imports}\n\n\nclass Mine(RolloutWorkflow):\n    pass\n")
     with pytest.raises(ValueError, match=message):
         resolve.check(f"{tmp_path}/mine.py:Mine", {})
+
+
+def test_workflows_with_images_are_refused():
+    with pytest.raises(ValueError, match="workflows with a processor do not run here.*single_turn"):
+        play("Seeing", ["4"])
+    episode = areal.workflow(object(), TOKENS)
+    with pytest.raises(ValueError, match="read text alone here, got a row with images"):
+        asyncio.run(episode(policy()[0], {"prompt": "a", "image": b"", "images": [b"x"]}))

@@ -19,7 +19,7 @@ from ..runtime import hub
 from . import indexed
 
 MANY = 100_000  # more rows than these are not read into memory
-MUCH = 1 << 30  # bytes of a table, as with images in it: nor is more
+MUCH = 1 << 30  # bytes of files or of a table, as with images in it: nor is more
 
 Placed = tuple[dict | ValueError, str]  # a row, or why a line is none, and its place
 
@@ -87,8 +87,8 @@ def good(
 
 
 def many(source: str | Path, *, split: str = "train", limit: int | None = None) -> Sequence[Placed] | None:
-    """Random access to (row or error, its place) of a data set with more than MANY rows, or a table of more than MUCH,
-    without reading it into memory; None if it has less. Arguments as `rows`.
+    """Random access to (row or error, its place) of a data set with more than MANY rows, or MUCH bytes, without reading
+    it into memory; None if it has less. Arguments as `rows`.
 
     Compressed files are decompressed, and Parquet files copied as Arrow tables, into the cache folder of `datasets`. A
     .json file is one value and cannot be read in parts; it counts as small.
@@ -153,11 +153,13 @@ def _entry(row: Any, place: str) -> Placed:
 
 
 def _exceeds(files, suffix):
-    """Whether there are more than MANY rows in these files, or more than MUCH in tables; reads no more than needed."""
+    """Whether there are more than MANY rows in these files, or more than MUCH bytes; reads no more than it needs."""
     if suffix == ".parquet":
         from pyarrow import parquet
 
     try:
+        if sum(file.stat().st_size for file in files) > MUCH:
+            return True
         if suffix == ".parquet":
             tables = [parquet.read_metadata(file) for file in files]
             size = sum(table.row_group(i).total_byte_size for table in tables for i in range(table.num_row_groups))

@@ -130,12 +130,12 @@ async def timed(episode: Workflow, seconds: float, generate: Generate, row: Mapp
     clock = asyncio.get_running_loop().time
     until, begun = clock() + seconds, False
 
-    async def within(tokens, **sampling):
+    async def within(tokens, *images, **sampling):
         nonlocal begun
         if begun and clock() >= until:
             raise ValueError(f"the episode's --episode-timeout-s {seconds:g} are over")
         begun = True
-        return await generate(tokens, **sampling, until=until)
+        return await generate(tokens, *images, **sampling, until=until)
 
     return await episode(within, row)
 

@@ -19,7 +19,7 @@ from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from ..errors import ServerError
-from ..processes import keys
+from ..processes import json_rows, keys
 
 LARGEST = 1 << 20  # bytes of an answer
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
@@ -29,7 +29,8 @@ def post(
     url: str | None = None, *, allow: Collection[str] = (), timeout_s: float = 3.0, attempts: int = 3
 ) -> Callable[..., Awaitable[Any]]:
     """Makes a reward that posts {"text", "prompt", "row"} to a URL and returns the JSON answer: a number, an object of
-    numbers, or null for unscorable. Rows must be JSON-serialisable. In a file of your own:
+    numbers, or null for unscorable. Rows must be JSON-serialisable; bytes of
+    images are sent as data URLs. In a file of your own:
 
         reward = http.post("http://10.0.0.7:8000/grade")
 
@@ -43,7 +44,7 @@ def post(
     """
 
     async def reward(text: str, row: Mapping[str, Any], *, prompt: str | None = None) -> Any:
-        body = {"text": text, "prompt": prompt, "row": row}
+        body = {"text": text, "prompt": prompt, "row": json_rows.json_row(row)}
         if url is None and "reward_url" not in row:
             raise ValueError("rewards.http: a row needs reward_url, the address of its reward")
         trusted = allow if url is None else hosts(url)

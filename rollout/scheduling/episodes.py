@@ -153,10 +153,10 @@ def outcome(sample: Sample) -> float:
 
 
 def _seeded(generate, seed, prompt, index, turns) -> Generate:
-    def bound(tokens, **sampling):
+    def bound(tokens, *images, **sampling):
         if seed is not None:
             sampling["seed"] = sampling_seed(seed, prompt, index, next(turns))
-        return generate(tokens, **sampling)
+        return generate(tokens, *images, **sampling)
 
     return bound
 

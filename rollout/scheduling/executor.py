@@ -374,7 +374,7 @@ def _length(samples: Sequence[Sample]) -> float:
     return sum(int(s.mask.sum()) for s in samples) / len({s.rollout for s in samples})
 
 
-def _undistorted(generate, tokens, **sampling):
+def _undistorted(generate, tokens, *images, **sampling):
     """Calls `generate`; refuses options under which log-probabilities would not be those of the policy."""
     neutral = {
         "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "frequency_penalty": 0.0,
@@ -390,4 +390,4 @@ def _undistorted(generate, tokens, **sampling):
         raise ValueError(
             f"training needs a temperature above 0, got {sampling['temperature']}; greedy decoding does not explore"
         )
-    return generate(tokens, **sampling)
+    return generate(tokens, *images, **sampling)

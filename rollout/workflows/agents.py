@@ -27,7 +27,7 @@ from ..chat.session import Session
 from ..chat.trajectory import Style
 from ..gateway import server
 from ..gateway.sessions import Limits
-from ..processes import guard, keys
+from ..processes import guard, json_rows, keys
 from ..processes.environment import passed
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
@@ -160,9 +160,9 @@ def session_variables(base_url: str, api_key: str) -> dict[str, str]:
 
 
 def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[Any]]:
-    """Wraps a program as an agent. It gets the row as JSON on standard input, address and key in OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. If the last line it prints is a JSON object, that is its
-    result: {"reward": 0.5}, or rewards by interaction id.
+    """Wraps a program as an agent. It gets the row as JSON on standard input, images as data URLs; address and key in
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. If the last line it prints is a JSON
+    object, that is its result: {"reward": 0.5}, or rewards by interaction id.
 
     Args:
       names: environment variables that it gets too, besides `environment.PASSED`.
@@ -184,7 +184,8 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
             )  # fmt: skip
             guard.process(process.pid)
             try:
-                await process.communicate(json.dumps(row).encode())  # output goes to files: children may keep it open
+                given = json.dumps(json_rows.json_row(row)).encode()
+                await process.communicate(given)  # output goes to files: children may keep it open
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the children in its session

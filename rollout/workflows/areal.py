@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import object_path, rewards
-from ..chat import template
+from ..chat import images, template
 from ..types import Completion, Generate, Sample, Sampling, Workflow
 from . import workflow_context as workflow_context
 
@@ -216,6 +216,8 @@ def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
     decode = lambda tokens: tokenizer.decode(tokens.tolist())
 
     async def episode(generate: Generate, row: Mapping[str, Any]) -> list[Sample] | None:
+        if images.of_row(row):
+            raise ValueError(f"AReaL's workflows read text alone here, got a row with images; {object_path.row(row)}")
         engine, data = InferenceEngine(generate), dict(row)
         if row.get("messages") is None and isinstance(row.get("prompt"), str):
             data["messages"] = template.conversation(row)

@@ -66,6 +66,11 @@ async def bind(
         if inspect.isclass(found):
             offered = {"reward_fn": areal.RunReward(reward), "gconfig": areal.settings(sampling), **bound}
             if hasattr(found, "arun_episode"):
+                if "processor" in _parameters(found):
+                    raise ValueError(
+                        f"--workflow {name}: AReaL's workflows with a processor do not run here, got one; areax's own "
+                        "read the images of rows, such as areax.rollout.workflows:single_turn"
+                    )
                 offered["tokenizer"] = areal.templating(tokenizer)
             taken = _taken(name, _parameters(found), offered, given)
             if missing := [key for key, p in _parameters(found).items() if key not in taken and _required(p)]:
