@@ -142,7 +142,7 @@ def controls(config: Config, out: Path) -> int:
     results = {}
     for name in CONTROLS if config.task == "shapes" else ("shuffled", "frozen"):
         run = grpo_config(config, out, f"control-{name}")
-        changes = {
+        changes: dict[str, dict] = {
             "shuffled": {"shuffle_rewards": True},
             "frozen": {"optim": dataclasses.replace(run.training.optim, lr=0.0)},
             "pictures": {"data": str(out / "data/pictures.jsonl")},

@@ -58,7 +58,8 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
             "shapes: place_share must lie in 0..1 and rows be at least 0, "
             f"got {task.place_share} and {task.train}, {task.dev}, {task.heldout}"
         )
-    rng, found = np.random.default_rng(task.seed), {}
+    rng = np.random.default_rng(task.seed)
+    found: dict[tuple, dict] = {}
     while len(found) < task.train + task.dev + task.heldout:
         scene, asked = _place(rng) if rng.random() < task.place_share else _count(rng)
         found.setdefault(tuple(sorted(scene)), {**asked, "image": _url(draw(scene, rng)), "scene": scene})
