@@ -21,14 +21,14 @@ from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
 from .command_line import parse
 from .command_line.options import UNPREFIXED
 
-RECIPES = ("sft", "grpo", "preference", "distill")
+RECIPES = ("sft", "grpo", "preference", "distill", "prm")
 SHOWN = ("steps", "complete", "accuracy", "checkpoint", "report")  # at a run's end
 
 
 def train(recipe: str, *options: str) -> int:
     """Train with a recipe, an algorithm or your own file: areax train grpo --model DIR --data ROWS ...
 
-    Recipes are sft, grpo, preference and distill; an algorithm such as dapo or dpo is grpo or preference with that
+    Recipes are sft, grpo, preference, distill and prm; an algorithm such as dapo or dpo is grpo or preference with that
     objective. A file must define a `Config` dataclass and `main(config)`.
     """
     module, settings = _recipe(recipe, "train")

@@ -30,6 +30,8 @@ from .. import models
 from ..core import param
 from ..core.parts import Part
 from ..models import config_json, mtp, wrappers
+from ..models.layers import score_head as heads
+from ..models.layers.score_head import ScoreHead
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import safetensors
@@ -41,6 +43,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+SCALAR = ScoreHead()
 HEADS = ("head", "score")  # leaves missing in checkpoints of backbones or of models with another head
 # Buffers in old checkpoints that are derived from config.json.
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -91,18 +94,23 @@ def _stop_ids(config, generation: Mapping, path: Path) -> tuple[int, ...]:
     return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < config.vocab)
 
 
-def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = (), vision: bool = False):
+def load(
+    path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = (), vision: bool = False,
+    score_head: ScoreHead = SCALAR,
+):  # fmt: skip
     """Loads (config, params) of a checkpoint of any family; missing and unexpected tensors are errors.
 
-    With tied embeddings, an `lm_head` is accepted if it equals them. A `score.weight` gives a value head. Keys may lack
-    the prefix "model." (backbones). Of a wrapper this is the text model (`models/wrappers.py`). Tensors that the model
-    does not use are listed in the config and not read; `save` copies them from `path`.
+    With tied embeddings, an `lm_head` is accepted if it equals them. A `score.weight` gives a score head, with labels
+    and bias as the architecture in config.json has them, else as they are there; such a model needs no `lm_head`. Keys
+    may lack the prefix "model." (backbones). Of a wrapper this is the text model (`models/wrappers.py`). Tensors that
+    the model does not use are listed in the config and not read; `save` copies them from `path`.
 
     Args:
       dtype: dtype of the parameters; None = as stored, in a stack of layers the narrowest that holds all.
       mesh: a Mesh over which weights are sharded according to `parallel.rules`; each device reads only its shard. None
         = the default device.
       init_missing: heads among "score" and "head" that are randomly initialised if the checkpoint lacks them.
+      score_head: the score head that is initialised if init_missing has "score" and the checkpoint has none.
       vision: also loads a wrapper's vision tower (`models.with_vision`), `params["vision"]`, so that the model reads
         images.
 
@@ -112,7 +120,7 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
     """
     config, stored = read_config(path), safetensors.read(path)
     config = models.with_vision(config) if vision else config
-    config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing)
+    config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing, score_head)
     check(path, stored, skip=config.rest.names if config.rest else ())
     return passed.loaded(config, path), params
 
@@ -214,7 +222,7 @@ def mapped(path: str | os.PathLike, dtype="float32", vision: bool = False):
 
 def mapped_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32"):
     """(config, params) as `mapped`, from tensors by checkpoint key that are read when they are indexed."""
-    config, tree, tensors, keys, _ = _matched(config, tensors, where, ())
+    config, tree, tensors, keys, _ = _matched(config, tensors, where)
     return config, _views(tree, tensors, keys, dtype)
 
 
@@ -257,10 +265,12 @@ def _views(tree, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Sequence[
     return jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
-def loaded_config(path: str | os.PathLike, init_missing: Sequence[str] = (), vision: bool = False):
+def loaded_config(
+    path: str | os.PathLike, init_missing: Sequence[str] = (), score_head: ScoreHead = SCALAR, vision: bool = False
+):
     """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
     config = models.with_vision(read_config(path)) if vision else read_config(path)
-    config, *_ = _matched(config, safetensors.read(path), str(path), init_missing)
+    config, *_ = _matched(config, safetensors.read(path), str(path), init_missing, score_head)
     return passed.loaded(config, path)
 
 
@@ -309,9 +319,12 @@ def _own_mesh(x):
     return jax.set_mesh(own if isinstance(own, Mesh) else Mesh(np.array([*sharding.device_set]), ("one",)))
 
 
-def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=()):
+def from_tensors(
+    config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=(),
+    score_head: ScoreHead = SCALAR,
+):  # fmt: skip
     """(config, params) from tensors by checkpoint key, as strict as `load`; error messages start with `where`."""
-    config, _, tensors, keys, drawn = _matched(config, tensors, where, init_missing)
+    config, _, tensors, keys, drawn = _matched(config, tensors, where, init_missing, score_head)
     table = models.table(config)
     shardings = () if mesh is None else (rules.of_params(table, mesh),)
 
@@ -324,7 +337,7 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
     return config, param.tree_map(fill, table, *shardings)
 
 
-def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing):
+def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing=(), score_head: ScoreHead = SCALAR):
     """(config, leaves of its table, tensors, keys of each leaf, leaves to initialise); ValueError on mismatch."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
@@ -332,19 +345,24 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     spelt_as = wrappers.prefixes(config)
     starts = lambda prefix: any(key.startswith((f"{prefix}embed_tokens.", f"{prefix}layers.")) for key in tensors)
     prefix = next(filter(starts, spelt_as), spelt_as[0])
-    scored = config.value_head or "score.weight" in tensors or "score" in init_missing
+    stated = config.score_head
+    scored = stated or heads.found(tensors) or (score_head if "score" in init_missing else None)
     if scored and config.vision:
-        raise ValueError(f"{where}: a model with a value head reads no images; load it without its vision tower")
-    config = dataclasses.replace(config, prefix=prefix, value_head=scored)
+        raise ValueError(f"{where}: a model with a score head reads no images; load it without its vision tower")
+    config = dataclasses.replace(config, prefix=prefix, score_head=scored)
     head, embed = wrappers.head(config), f"{prefix}embed_tokens.weight"
     if not wrappers.states_tying(config) and {head, embed} <= tensors.keys():  # as in transformers, files decide
         config = dataclasses.replace(config, tied=equal(tensors[head], tensors[embed]))
+    if head not in tensors and (stated or heads.found(tensors)):
+        config = dataclasses.replace(config, output_head=config.tied or "head" in init_missing)
     table = models.table(config)
     rest = tuple(key for key in tensors if table.leaves_out(key))
     tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}
     tree = param.leaves(table)
     tensors, keys = _found(table, tensors, prefix)
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
+    if "score" in drawn:
+        drawn |= table.top.keys() & set(heads.NAMES)
     needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
     missing = [key for key in needed if key not in tensors]
     used = {key for found in keys.values() for key in found}
@@ -627,7 +645,7 @@ def to_tensors(
     return tensors_of(wrappers.with_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
 
 
-def tensors_of(table: param.Table, prefix: str, params, dtype):
+def tensors_of(table: param.Table, prefix: str, params, dtype, where: str = "save"):
     """`to_tensors` for any table; zeros where no leaf has a part of a tensor."""
     leaves = param.leaf_list(table)
     arrays = tree_leaves_with_path(params, is_leaf=param.composite)
@@ -635,10 +653,10 @@ def tensors_of(table: param.Table, prefix: str, params, dtype):
     paths = [leaf.path for leaf in leaves]
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
     if missing or unexpected:
-        raise ValueError(f"save: the parameters must match the config, got {complaint(missing, unexpected)}")
+        raise ValueError(f"{where}: the parameters must match the config, got {complaint(missing, unexpected)}")
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
-            raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
+            raise ValueError(f"{where}: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
     shared = param.by_tensor(table)
     spec = lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.param.dtype or dtype)
     specs = {spelt[0]: spec(leaf) for leaf, *_ in shared for spelt in leaf.keys(prefix).values()}
@@ -728,9 +746,8 @@ def _config_json(config, dtype: np.dtype) -> dict:
     if wrappers.wraps(config):
         return hf | dtypes
     causal = hf["architectures"][0]
-    if config.value_head:
-        hf |= {"architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")], "num_labels": 1}
-        hf |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    if config.score_head:
+        hf |= heads.to_hf(config.score_head, json.loads(config.source), causal)
     elif not config.prefix:
         hf["architectures"] = [causal.replace("ForCausalLM", "Model")]
     return hf | dtypes
@@ -829,9 +846,11 @@ def complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     parts = []
     if missing:
         parts.append(f"missing {_listed(missing)}")
-        heads = {"lm_head.weight": "head", "language_model.lm_head.weight": "head", "score.weight": "score"}
-        if set(missing) <= set(heads):
-            parts[-1] += f" (init_missing={tuple(heads[key] for key in missing)} initialises missing heads randomly)"
+        leaves = {"lm_head.weight": "head", "language_model.lm_head.weight": "head", "score.weight": "score"}
+        leaves |= {"score.bias": "score"} if "score.weight" in missing else {}
+        if set(missing) <= set(leaves):
+            names = tuple(dict.fromkeys(leaves[key] for key in missing))
+            parts[-1] += f" (init_missing={names} initialises missing heads randomly)"
     if unexpected:
         parts.append(f"unexpected {_listed(unexpected)}")
     return "; ".join(parts)

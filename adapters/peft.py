@@ -342,7 +342,7 @@ def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
         times |= {_pattern(key.split(".")[-3]): len(of.parts) for key, of in fused if len(of.parts) > 1}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if config.prefix and not config.value_head else None,
+        "task_type": "CAUSAL_LM" if config.prefix and not config.score_head else None,
         "base_model_name_or_path": base or None,
         "r": spec.rank,
         "lora_alpha": spec.alpha,

@@ -207,6 +207,21 @@ def demonstrated(tokenizer: Any, row: dict, processor: images.Processor | None =
     return Demonstration(template.prompted(tokenizer, asked, processor), ids)
 
 
+def stepwise(tokenizer: Any, row: Mapping[str, Any], steps: Sequence[str], marker: str) -> tuple[list[int], list[int]]:
+    """(ids of the row's prompt and its completion in steps, the index of the last token of each).
+
+    A step and the marker behind it are encoded separately, as in TRL's PRMTrainer, so that the marker's tokens are the
+    same after every step.
+    """
+    fields = "prompt", "messages", *images.FIELDS  # of a row with images, which is refused
+    prompt = {name: row[name] for name in fields if row.get(name) is not None}
+    ids, ends, mark = template.prompt(tokenizer, prompt), [], encode(tokenizer, marker)
+    for step in steps:
+        ids += [*encode(tokenizer, step), *mark]
+        ends.append(len(ids) - 1)
+    return ids, ends
+
+
 def end_of_turn(tokenizer: Any) -> int:
     """The token that ends an assistant turn in the chat template, else the end-of-text token."""
     return _end_of_turn(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)

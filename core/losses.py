@@ -22,6 +22,7 @@ from .distill import Distill as Distill  # an objective like those below
 from .options import PolicyOptions, PreferenceOptions
 from .policy import Policy
 from .preference import KTO, Preference, RewardModel
+from .process_reward import ProcessReward as ProcessReward
 from .surrogates import description
 
 

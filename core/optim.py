@@ -292,7 +292,7 @@ def _direction(spec: Optimizer, table: param.Table) -> optax.GradientTransformat
         case "adamw":
             return adam()
         case "muon":
-            rest = {"one", "vision_column"}  # heads for values, and kernels of convolutions
+            rest = {"one", "labels", "vision_column"}  # heads of scores, gates, and kernels of convolutions
             inner = lambda p: kind(p) == "matrix" and not rest & {*p.axes.split()}
             labels = label(lambda p: "muon" if inner(p) else "adam")
             return optax.partition({"muon": matrixwise.muon(spec.momentum), "adam": adam()}, labels)

@@ -1,9 +1,9 @@
 """Shape suffixes: `x_BTD` has axes B, T, D, and `@shaped` checks them while tracing.
 
 Letters: B rows, T positions, J segment slots of a row, M microbatches, D embed, F ffn, V vocabulary, N query heads,
-K kv heads, G query heads per kv head, H head size, E experts, L layers, C chunk, S keys, A tokens in any order. In
-attention: H query and key size, V value size. In MoE code: K experts per token, P (token, expert) pairs, R rows that
-pairs are sorted into, S blocks of rows, N devices.
+K kv heads, G query heads per kv head, H head size, E experts, L layers, C chunk, S keys, Y labels,
+A tokens in any order. In attention: H query and key size, V value size. In MoE code: K experts per token, P (token,
+expert) pairs, R rows that pairs are sorted into, S blocks of rows, N devices.
 """
 
 import functools

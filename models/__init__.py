@@ -6,7 +6,8 @@ from ..core import param
 from ..parallel import rules
 from . import config_json, vision, wrappers
 from .families import FAMILIES
-from .transformer import Run, Scores, backbone, default_dtype, forward, head, score, value
+from .layers.score_head import ScoreHead
+from .transformer import Run, Scores, backbone, classify, default_dtype, forward, head, score, value
 from .vision import with_vision
 from .wrappers import text_only
 
@@ -47,6 +48,6 @@ def explain(config, mesh, dtype="float32") -> str:
 
 
 __all__ = [
-    "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "default_dtype", "explain", "forward",
-    "head", "score", "table", "text_only", "value", "vision", "with_vision",
+    "FAMILIES", "Run", "ScoreHead", "Scores", "backbone", "classify", "config_from_hf", "config_to_hf",
+    "default_dtype", "explain", "forward", "head", "score", "table", "text_only", "value", "vision", "with_vision",
 ]  # fmt: skip

@@ -43,6 +43,10 @@ def _list_of(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(one, value))
 
 
+def _names(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= 10_000 and all(map(_text, value.values()))
+
+
 def _options(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
 
@@ -64,6 +68,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
         "num_global_key_value_heads", "full_attention_interval", "moe_latent_size",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
+        "num_labels",
         "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
     )),
     ("a whole number of at least 0", _count, ("max_window_layers", "first_k_dense_replace")),
@@ -93,16 +98,17 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("true, false or null", lambda value: value is None or _flag(value), (
         "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
         "use_qk_norm", "rope_interleave", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
-        "use_bias", "use_conv_bias", "mamba_conv_bias",
+        "use_bias", "use_conv_bias", "mamba_conv_bias", "token_classification_bias",
     )),
     ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
         "architectures", "layer_types", "layers_block_type",
     )),
-    ("a text, or null", lambda value: value is None or _text(value), ("hybrid_override_pattern",)),
+    ("a text, or null", lambda value: value is None or _text(value), ("hybrid_override_pattern", "problem_type")),
     ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), (
         "mlp_only_layers", "moe_layers", "attn_type_list",
     )),
     ("a list of 0 or 1, or null", lambda value: value is None or _list_of(_count)(value), ("no_rope_layers",)),
+    ("texts by label, or null", lambda value: value is None or _names(value), ("id2label",)),
     ("options by layer, or null", lambda value: value is None or _options(value), ("per_layer_config",)),
     ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
         "eos_token_id",

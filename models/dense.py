@@ -20,9 +20,11 @@ from . import config_json
 from .attention.pattern import Pattern
 from .layer import Attention, Growth, Layer, Mixer, attention
 from .layers import rope as rotary
+from .layers import score_head
 from .layers.linear import linear
 from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
+from .layers.score_head import ScoreHead
 from .vision.tower import Tower
 from .wrappers import Rest
 
@@ -39,7 +41,8 @@ class Config:
       context: maximum sequence length, in tokens.
       init_std: standard deviation of newly initialised matrices.
       prefix: prefix of the checkpoint's keys, "model." except in bare backbones and wrappers.
-      value_head: the model has a scalar head, `score.weight`.
+      score_head: the model's head of scores; None = it has none.
+      output_head: the model predicts tokens; False = a classifier whose checkpoint has no `lm_head`.
       records: what each layer does with its tokens.
       activation: activation of MLPs and experts.
       norm_offset: added to the weights of norms (1 in families whose norms are stored around 0).
@@ -68,7 +71,8 @@ class Config:
     init_std: float = 0.02
     eos: tuple[int, ...] = ()
     prefix: str = "model."
-    value_head: bool = False
+    score_head: ScoreHead | None = None
+    output_head: bool = True
     records: tuple[Layer, ...] = ()
     activation: Activation = SILU
     norm_offset: float = 0.0
@@ -145,8 +149,7 @@ def config(
         context=hf.get("max_position_embeddings", 32768),
         init_std=hf.get("initializer_range", 0.02),
         eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        value_head=any("ForSequenceClassification" in a or "ForTokenClassification" in a
-                       for a in hf.get("architectures") or []),
+        score_head=score_head.stated(hf),
         source=json.dumps(hf),
     )  # fmt: skip
     fields |= differences
@@ -318,10 +321,9 @@ def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Tabl
         "embed": Param("vocab embed", ("{prefix}embed_tokens.weight",), std),
         "norm": Param("embed", ("{prefix}norm.weight",), start),
     }
-    if not config.tied:
+    if config.output_head and not config.tied:
         top["head"] = Param("vocab embed", ("lm_head.weight",), std)
-    if config.value_head:
-        top["score"] = Param("one embed", ("score.weight",), std)
+    scores, sizes = score_head.params(config.score_head, config.init_std) if config.score_head else ({}, {})
     # fmt: on
     dims = {
         "vocab": config.vocab,
@@ -332,9 +334,10 @@ def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Tabl
         "heads": config.heads * config.head_dim,
         "kv_heads": config.kv_heads * config.head_dim,
         "query_heads": config.heads,
+        "score_hidden": config.embed,
     }  # fmt: skip
     stacks = tuple(Stack(layers, block) for layers in param.stacks(config.records))
-    return Table(top, stacks, dims)
+    return Table(top | scores, stacks, dims | sizes)
 
 
 def fuse(plain: Table, fused: Mapping[str, Sequence[str]]) -> Table:

@@ -18,8 +18,7 @@ from . import remat, vision
 from .attention import backends
 from .families import FAMILIES
 from .layer import AnyMixer, Attention, mixers, over_rows
-from .layers import grouped, moe
-from .layers.linear import linear
+from .layers import grouped, moe, score_head
 from .layers.norm import rms_norm
 from .remat import Keep
 
@@ -67,6 +66,7 @@ class Scores:
 
     Attributes:
       value_BT: output of the scalar head; None without one.
+      label_BTY: scores of the labels of a head, of `classify` alone.
       extra: what `per_chunk` returned, [B, T, ...].
       aux: layer statistics by name, summed over the batch's tokens and stacked over the layers that report them, stack
         by stack: those of `moe.statistics` with experts. They add up over microbatches.
@@ -78,6 +78,7 @@ class Scores:
     value_BT: Any = None
     extra: Any = None
     aux: dict[str, Any] = field(default_factory=dict)
+    label_BTY: Any = None
 
 
 def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
@@ -226,8 +227,9 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
       images: the arrays of `vision.arrange`, whose positions are then those of rope; None = text alone.
 
     Raises:
-      ValueError: there are images, and the model was loaded without its vision tower.
+      ValueError: there are images, and the model was loaded without its vision tower; it has no output head.
     """
+    _check_output(config)
     packing = segment_BT is not None
     segment_BT = segment_BT if packing else jnp.ones(token_BT.shape, jnp.int32)
     index_BT = segment_index(segment_BT)
@@ -258,8 +260,10 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
 
     Raises:
       ValueError: one of the others has a smaller vocabulary; or there are images, and one of the models was loaded
-        without its vision tower.
+        without its vision tower; or one has no output head.
     """
+    for each in (config, *(other for _, other in others)):
+        _check_output(each)
     hidden_BTD, aux, into, back = _hidden(params, batch, config, run)
     frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
@@ -270,19 +274,34 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
         logits=tuple(partial(logits, config=each) for each in (config, *(other for _, other in others))),
     )  # fmt: skip
     logp, entropy, lse, extra = jax.tree.map(back, made)
-    value = _value(params, hidden_BTD, back) if "score" in params else None
+    scalar = "score" in params and params["score"].shape[0] == 1
+    value = back(score_head.apply(params, hidden_BTD))[..., 0] if scalar else None
     return Scores(logp, entropy, lse, value, extra, aux)
 
 
+def _check_output(config):
+    if not config.output_head:
+        raise ValueError("models: a classifier has no output head; its scores are read by models.classify")
+
+
 def value(params, batch: Batch, *, config, run: Run = Run()):
-    """Output of the scalar head (a critic's values) at each token, as Scores without log-probabilities."""
+    """Output of the scalar head (a critic's values) at each token, as Scores without log-probabilities.
+
+    Raises:
+      ValueError: the head has several labels.
+    """
+    out = classify(params, batch, config=config, run=run)
+    labels = out.label_BTY.shape[-1]
+    if labels != 1:
+        raise ValueError(f"value: needs a score head of one label, got {labels}; classify gives the scores of each")
+    return Scores(None, None, None, out.label_BTY[..., 0], aux=out.aux)
+
+
+def classify(params, batch: Batch, *, config, run: Run = Run()):
+    """Scores of the score head's Y labels at each token, f32[B, T, Y], as `Scores.label_BTY` without log-probabilities:
+    the logits of transformers' ForTokenClassification; those of ForSequenceClassification are at the last token."""
     hidden_BTD, aux, _, back = _hidden(params, batch, config, run)
-    return Scores(None, None, None, _value(params, hidden_BTD, back), aux=aux)
-
-
-def _value(params, hidden_BTD, back):
-    wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
-    return back(linear(hidden_BTD.astype(wide), params["score"])[..., 0])
+    return Scores(None, None, None, aux=aux, label_BTY=back(score_head.apply(params, hidden_BTD)))
 
 
 def _hidden(params, batch: Batch, config, run: Run):

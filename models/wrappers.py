@@ -19,8 +19,8 @@ IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
 WITH_MTP = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # What the whole states for the text model, too, before that itself, as transformers resolves them.
 SHARED = (
-    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "pad_token_id",
-    "quantization_config", "torch_dtype",
+    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "id2label", "label2id",
+    "num_labels", "pad_token_id", "quantization_config", "torch_dtype",
 )  # fmt: skip
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
@@ -246,3 +246,13 @@ def with_fused_experts(table: Table, transposed: bool = False) -> Table:
         return Stack(stack.layers, {name: one(name, p, gated) for name, p in stack.params.items()})
 
     return dataclasses.replace(table, stacks=tuple(map(each, table.stacks)))
+
+
+def in_modules(table: Table, config) -> Table:
+    """The table of a model with the experts of a layer as tensors of all, as transformers' modules have them."""
+    wrapper = of(json.loads(config.source))
+    if not (wrapper and wrapper.fused):
+        return with_fused_experts(table)
+    plain = lambda p: dataclasses.replace(p, part=dataclasses.replace(p.part, transposed=False)) if p.part else p
+    stacks = (Stack(stack.layers, {name: plain(p) for name, p in stack.params.items()}) for stack in table.stacks)
+    return dataclasses.replace(table, stacks=tuple(stacks))

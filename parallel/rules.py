@@ -53,6 +53,8 @@ class ShardingRules:
     per_layer_columns: Axes = ("fsdp", "ep")
     mtp_inputs: Axes = None
     one: Axes = None
+    labels: Axes = None
+    score_hidden: Axes = None
     router: Axes = None
     experts: Axes = "ep"
     expert_embed: Axes = "fsdp"

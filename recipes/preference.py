@@ -14,12 +14,10 @@ from typing import Any
 import jax
 
 from areax import models
-from areax.adapters import hf
 from areax.adapters.data import images
-from areax.adapters.runtime import hub
 from areax.core import losses, preference
 from areax.core.optim import Optimizer
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, score_head, terminal
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, score_head
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -145,17 +143,6 @@ def pairs(sample: Callable[[dict, str], Sample], objective: Objective, rows: lis
 
 def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     """(config, weights) to start from; a reward model gets a score head, new if it has none, and no output head."""
-    if not isinstance(config.objective, losses.RewardModel):
-        return common.open_model(
-            config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
-        )
-    if config.vision != "auto":
-        raise ValueError(f"RewardModel: reads no images yet, got --vision {config.vision} or rows with images")
-    if config.init == "random":
-        settings = score_head.settings(models.text_only(hf.read_config(hub.folder(config.model))), tokens)
-        return settings, common.draw(models.table(settings), config.seed, mesh)
-    path = hub.folder(config.model, weights=True)
-    common.check_weights(path)
-    with terminal.loading(path):
-        settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
-    return score_head.settings(settings, tokens), {name: x for name, x in params.items() if name != "head"}
+    if isinstance(config.objective, losses.RewardModel):
+        return score_head.open_model(config, score_head.SCALAR, tokens, mesh)
+    return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision)

@@ -1,5 +1,6 @@
 """`areax check` reports what is wrong with a checkpoint, `areax convert` writes a converted copy."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import tiny
 import tiny_families
 
 from areax import models
-from areax.adapters import hf, safetensors, tokenizer
+from areax.adapters import cli, hf, safetensors, tokenizer
 from areax.adapters.commands import check, convert
 
 
@@ -43,6 +44,19 @@ def test_gradients_that_are_not_in_torch_as_in_the_files(family, options, tmp_pa
     report = check.check(tmp_path, "torch", gradients=True)
     assert report["ok"] and report["max_gradient_diff"] < 1e-4
     assert report["worst_gradient"] in safetensors.read(tmp_path)
+
+
+@pytest.mark.parametrize("family, bias", [("qwen2", True), ("gemma2", False)])
+def test_the_scores_of_a_classifier(family, bias, tmp_path, capsys):
+    config = tiny_families.config(family, pad_token_id=0)
+    config = dataclasses.replace(config, score_head=models.ScoreHead(3, bias=bias), output_head=config.tied)
+    params = tiny.weights(models.table(config), 0.3)
+    hf.save(tmp_path, config, params)
+    report = check.check(tmp_path, "torch", gradients=True)
+    assert report["ok"] and 0 < report["max_logit_diff"] < 1e-4 and 0 < report["max_gradient_diff"] < 1e-4
+    assert report["logit_std"] > 0.5
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert "labels: LABEL_0, LABEL_1, LABEL_2\n" in capsys.readouterr().out
 
 
 def test_tensors_with_non_finite_values_are_named(saved):

@@ -16,7 +16,7 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.parallel.planner import memory
 from areax.parallel.planner.chips import CHIPS
-from areax.recipes import distill, grpo, preference, sft
+from areax.recipes import distill, grpo, preference, prm, sft
 from areax.recipes.shared.rl_options import CriticOptions
 from areax.rollout.types import Sampling
 
@@ -113,6 +113,7 @@ CASES = {  # name: (family, Config of a directory and that of another model)
     ),
     "kto": ("qwen3", lambda own, other: offline(preference, own, objective=losses.KTO())),
     "reward model": ("qwen3", lambda own, other: offline(preference, own, objective=losses.RewardModel(margin=True))),
+    "process reward model": ("qwen3", lambda own, other: offline(prm, own)),
     "offloaded activations": ("qwen3_moe", lambda own, other: offline(sft, own, run=models.Run(remat="offload"))),
 }  # fmt: skip
 ONE_DEVICE = {"critic", "teacher in the loss", "kto"}  # the others on a mesh

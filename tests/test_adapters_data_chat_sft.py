@@ -84,11 +84,6 @@ CASES = {
 }
 
 
-def demonstration(*arguments):
-    made = chat_sft.demonstration(*arguments)
-    return made.tokens.tolist(), made.mask.tolist()
-
-
 def made(template, base=None):
     tokens = base or tokenizer.byte_level()
     tokens.add_special_tokens({"additional_special_tokens": ["<|begin|>", "<|header|>", "<|/header|>", "<|eot|>"]})
@@ -146,7 +141,7 @@ def test_a_template_that_rewrites_history_is_refused():
         "2<|im_end|>", "é<|im_end|>"
     ]  # fmt: skip
     last = TOLD[:6]
-    ids, mask = demonstration(tokens, {"messages": last}, "last")
+    ids, mask = chat_sft.demonstration(tokens, {"messages": last}, "last")
     assert runs(tokens, ids, mask)[-1] == ("<think>two</think>\né<|im_end|>", True)
 
 
@@ -220,11 +215,11 @@ def test_an_answer_is_not_encoded_as_the_start_of_a_text():
 def test_rows_with_a_prompt_and_a_completion():
     tokens = made(tokenizer.CHAT_TEMPLATE)
     row = {"prompt": "1+1", "completion": "2"}
-    last, all_ = (demonstration(tokens, row, learn) for learn in ("last", "all"))
+    last, all_ = (chat_sft.demonstration(tokens, row, learn) for learn in ("last", "all"))
     assert last == all_ and runs(tokens, *last)[-1] == ("2<|im_end|>", True)
     longer = {"messages": TOLD, "completion": "Bye"}
-    assert runs(tokens, *demonstration(tokens, longer, "all"))[-1] == ("Bye<|im_end|>", True)
-    assert [learnt for _, learnt in runs(tokens, *demonstration(tokens, longer, "last"))] == [False, True]
+    assert runs(tokens, *chat_sft.demonstration(tokens, longer, "all"))[-1] == ("Bye<|im_end|>", True)
+    assert [learnt for _, learnt in runs(tokens, *chat_sft.demonstration(tokens, longer, "last"))] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +240,7 @@ def test_rows_with_a_prompt_and_a_completion():
 def test_conversations_that_cannot_be_trained_on_are_refused_in_one_line(template, messages, message):
     tokens = made(template)
     with pytest.raises(ValueError, match=message) as error:
-        demonstration(tokens, {"messages": messages}, "all")
+        chat_sft.demonstration(tokens, {"messages": messages}, "all")
     assert "\n" not in str(error.value)
 
 

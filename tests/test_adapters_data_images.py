@@ -88,3 +88,18 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
         processor.count(images.read(PIL.Image.fromarray(pixels(600, 2))))
     with pytest.raises(ValueError, match="preprocessor_config.json"):
         images.load(tmp_path)
+
+
+def test_a_model_of_text_has_no_processor(folder, tmp_path, monkeypatch):
+    assert images.of_model(folder).token == IMAGE
+    (tmp_path / "config.json").write_text("{}")
+    assert images.of_model(tmp_path) is None
+    (tmp_path / images.FILE).write_text("{}")
+    assert images.of_model(tmp_path) is None
+    cached = lambda name, **_: str(folder) if name == "a/b" else pytest.fail("only the cache")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", cached)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (folder / images.FILE).rename(tmp_path / "kept")
+    assert images.of_model("a/b") is None
+    (tmp_path / "kept").rename(folder / images.FILE)
+    assert images.of_model("a/b").token == IMAGE

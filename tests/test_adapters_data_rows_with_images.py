@@ -113,6 +113,26 @@ def test_every_kind_of_data_set(tokens, processor, tmp_path, kind, monkeypatch):
         check(tokens, processor, read[-1], f"{SEEN}c", [FIRST])
 
 
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "saved"])
+def test_much_stays_on_the_disk(tokens, processor, tmp_path, format, monkeypatch):
+    """Few rows of many bytes are read one at a time, as many rows are."""
+    path, image = tmp_path / f"rows.{format}", {"bytes": None, "path": "pictures/b.png"}
+    stored = {"prompt": "<image>a", "images": [image]}
+    pictures(tmp_path)
+    if format == "jsonl":
+        path.write_text(json.dumps(stored) + "\n")
+    elif format == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([stored]), path)
+    else:
+        image["path"] = str(tmp_path / "pictures" / "b.png")
+        hf_datasets.Dataset.from_list([stored]).save_to_disk(path)
+    assert datasets.many(path) is None
+    monkeypatch.setattr(datasets, "MUCH", 8)
+    [(row, place)] = datasets.many(path)
+    assert place == (f"{path}:1" if format == "jsonl" else f"{path}: row 1")
+    check(tokens, processor, row, f"{SEEN}a", [SECOND])
+
+
 def test_images_are_not_decoded_until_they_are_used(tmp_path):
     """A data set's images stay files: the rows have their bytes, also where `datasets` would decode them."""
     features = hf_datasets.Features(image=hf_datasets.Image(), prompt=hf_datasets.Value("string"))
@@ -212,9 +232,9 @@ def test_a_model_of_text_refuses_images(tokens, processor):
         with pytest.raises(ValueError, match="this model reads no images"):
             template.prompt(tokens, row)
     with pytest.raises(ValueError, match="an answer must have no image token"):
-        chat_sft.demonstration(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "last", processor)
+        chat_sft.sample(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "last", processor)
     with pytest.raises(ValueError, match="an answer must have no image token"):
-        chat_sft.demonstration(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "all", processor)
+        chat_sft.sample(tokens, {"prompt": "a", "completion": "<|image_pad|>"}, "all", processor)
 
 
 def test_logs_have_hashes_instead_of_images():

@@ -173,7 +173,7 @@ def test_numbers_that_are_not_finite_are_named_and_counted(tmp_path, dtype):
 
 def test_a_missing_head_is_initialised_only_on_request(saved):
     config, params = hf.load(saved, init_missing=("score",))
-    assert config.value_head and params.pop("score").shape == (1, 16)
+    assert config.score_head and params.pop("score").shape == (1, 16)
     assert equal(params, hf.load(saved)[1])
     rewritten(saved, lambda ts: {n: x for n, x in ts.items() if n != "lm_head.weight"})
     refused(saved, "missing lm_head.weight (init_missing=('head',)")
@@ -186,7 +186,7 @@ def test_an_existing_head_is_loaded_even_if_initialising_is_allowed(saved, tmp_p
     config, params = hf.load(saved, init_missing=("score",))
     hf.save(tmp_path / "scored", config, params)
     again, same = hf.load(tmp_path / "scored", init_missing=("score", "head"))
-    assert again.value_head and equal(params, same)
+    assert again.score_head and equal(params, same)
 
 
 def test_bare_backbones_are_loaded_and_saved_without_the_prefix(tmp_path):
@@ -320,7 +320,7 @@ def test_parameters_must_fit_the_config(tmp_path):
     with pytest.raises(ValueError, match="unexpected head"):
         hf.save(tmp_path / "m", dataclasses.replace(config, tied=True), params)
     with pytest.raises(ValueError, match="missing score"):
-        hf.save(tmp_path / "m", dataclasses.replace(config, value_head=True), params)
+        hf.save(tmp_path / "m", dataclasses.replace(config, score_head=models.ScoreHead()), params)
     assert not list(tmp_path.iterdir())
 
 

@@ -75,6 +75,8 @@ MAY_IMPORT = {
     "recipes": ANYTHING,
 }
 VERSION = {"", "__version__"}  # the root itself, which imports nothing
+# Files that define torch's classes; no other folder imports them before it runs.
+TORCH_CLASSES = {"adapters.torch.function", "adapters.torch.module"}
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "orbax", "sglang", "peft"}
 NEVER_IN_ROLLOUT = HEAVY | {"jax", "jaxlib", "flax", "optax"}
 
@@ -117,6 +119,10 @@ def imports(source, package):
     return list(walk(ast.parse(source), True))
 
 
+def dotted(name):
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def within(name, allowed):
     return any(name == entry or name.startswith(entry + ".") for entry in allowed)
 
@@ -147,8 +153,10 @@ def broken(name, source):
                 yield f"{name}:{line}: {folder} may not import {module}"
         elif worker(name) and top in NEVER_IN_ROLLOUT:
             yield f"{name}:{line}: rollout runs without {top}"
-        elif on_import and top in HEAVY:
+        elif on_import and top in HEAVY and not (top == "torch" and dotted(name) in TORCH_CLASSES):
             yield f"{name}:{line}: import {top} inside the function that needs it"
+        if on_import and within(rest, TORCH_CLASSES) and folder != "adapters/torch":
+            yield f"{name}:{line}: import {module}, which loads torch, inside the function that needs it"
 
 
 def arrows(sources):
@@ -157,11 +165,11 @@ def arrows(sources):
     Args:
       sources: path, such as `core/packing.py`, -> source.
     """
-    dotted = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources}
+    named = {dotted(name): name for name in sources}
     found = {}
-    for module, name in dotted.items():
-        named = {m.removeprefix("areax.") for _, m, _ in imports(sources[name], ("areax", *name.split("/")[:-1]))}
-        found[module] = {m if m in dotted else m.rpartition(".")[0] for m in named} & set(dotted)
+    for module, name in named.items():
+        loaded = {m.removeprefix("areax.") for _, m, _ in imports(sources[name], ("areax", *name.split("/")[:-1]))}
+        found[module] = {m if m in named else m.rpartition(".")[0] for m in loaded} & set(named)
     return found
 
 
@@ -251,6 +259,9 @@ def test_the_root_package_imports_nothing():
         ),
         ("adapters/x.py", "class A:\n    import orbax.checkpoint"),
         ("adapters/x.py", "if not TYPE_CHECKING:\n    import torch"),
+        ("adapters/torch/__init__.py", "import torch"),
+        ("adapters/torch/module.py", "import transformers"),
+        ("adapters/x.py", "from .torch.module import Model"),
         ("rollout/types.py", "from . import client"),
         ("rollout/x.py", "def f():\n    import jax.numpy as jnp"),
         ("rollout/x.py", "from .engine import server"),
@@ -282,6 +293,8 @@ def test_a_violation_is_found(name, source):
         ("models/x.py", "from ..core.param import Param\nfrom ..parallel import vocab"),
         ("adapters/x.py", "def f():\n    import torch\n    from transformers import AutoModel"),
         ("adapters/x.py", "if TYPE_CHECKING:\n    import torch"),
+        ("adapters/torch/module.py", "import torch\nfrom . import function"),
+        ("adapters/x.py", "def f():\n    from .torch import module"),
         ("adapters/x.py", "from ..rollout.types import Sample\nfrom ..rollout import types"),
         ("adapters/cli.py", "from ..rollout import client\nfrom ..rollout.engine import server"),
         ("rollout/x.py", "import aiohttp\nfrom . import types\nfrom .types import Sample"),

@@ -19,6 +19,7 @@ import vlm
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
+from areax.adapters.torch.module import Model
 from areax.core import losses, optim, packing, param, step
 from areax.core.batch import Batch
 from areax.models import vision
@@ -184,8 +185,7 @@ def test_a_checkpoint_comes_back_to_the_bit(case, tmp_path):
 def test_experts_are_read_either_way_round(tmp_path):
     """As on the hub, and as transformers 5 writes them; if gate_up_proj is square, down_proj tells."""
     name = "qwen3_vl_moe"
-    text = vlm.CASES[name]["text_config"] | {"moe_intermediate_size": 20}
-    model = vlm.reference(name, text_config=text)
+    model = vlm.reference(name, moe_intermediate_size=20)
     assert model.state_dict()["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape == (5, 40, 40)
     vlm.save(model, tmp_path / "hub")
     model.save_pretrained(tmp_path / "transformers")
@@ -194,6 +194,8 @@ def test_experts_are_read_either_way_round(tmp_path):
     hf.save(tmp_path / "out", config, same)  # as on the hub, which servers read
     before, after = safetensors.read(tmp_path / "hub"), safetensors.read(tmp_path / "out")
     assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+    ours, theirs = Model(*hf.load(tmp_path / "hub")).state_dict(), model.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
 def test_state_dicts_of_modules_have_the_tower(case):
@@ -350,8 +352,8 @@ def test_a_model_of_text_alone_refuses_images():
         traced(params, config)
 
 
-def test_a_model_with_a_tower_has_no_value_head(tmp_path):
+def test_a_model_with_a_tower_has_no_score_head(tmp_path):
     config, params = made("qwen3_vl")
     hf.save(tmp_path, config, params)
-    with pytest.raises(ValueError, match="a model with a value head reads no images"):
+    with pytest.raises(ValueError, match="a model with a score head reads no images"):
         hf.load(tmp_path, init_missing=("score",), vision=True)

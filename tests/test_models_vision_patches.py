@@ -163,7 +163,7 @@ def test_a_model_without_a_tower_says_so():
         models.with_vision(models.config_from_hf({"model_type": "qwen3", **vlm.TEXT}))
     config = models.config_from_hf({"model_type": "qwen3_vl", **vlm.CASES["qwen3_vl"]})
     with pytest.raises(ValueError, match="reads no images"):
-        models.with_vision(dataclasses.replace(config, value_head=True))
+        models.with_vision(dataclasses.replace(config, score_head=models.ScoreHead()))
     source = {"model_type": "qwen3_vl", **vlm.CASES["qwen3_vl"], "vision_config": None}
     with pytest.raises(ValueError, match="qwen3_vl needs vision_config, the tower's options, got None"):
         models.with_vision(models.config_from_hf(source))

@@ -360,7 +360,7 @@ def test_a_tower_is_not_held_in_memory(tmp_path):
 def test_a_reward_model_is_the_text_model_alone(small, tmp_path):
     """Nothing reads images with a score."""
     config, params = hf.load(small, init_missing=("score",))
-    assert config.value_head and config.rest is None
+    assert config.score_head and config.rest is None
     hf.save(tmp_path / "out", config, params)
     assert not any("vision" in name for name in bits(tmp_path / "out"))
     written = json.loads((tmp_path / "out/config.json").read_text())

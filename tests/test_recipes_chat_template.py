@@ -65,8 +65,7 @@ def test_every_rendering_equals_that_of_transformers(place, tokens):
     whole = wanted(place, reply).removesuffix("\n")
     for row in ({"prompt": "1+1", "completion": "2"}, {"messages": reply}):
         for learn in ("last", "all"):
-            made = chat_sft.demonstration(tokens, row, learn)
-            ids, mask = made.tokens.tolist(), made.mask.tolist()
+            ids, mask = chat_sft.demonstration(tokens, row, learn)
             assert tokens.decode(ids) == whole
             assert tokens.decode(np.array(ids)[mask].tolist()) == "2<|im_end|>"
 
@@ -78,7 +77,7 @@ def test_blocks_of_assistant_tokens_are_rendered_alike(place, tokens):
         "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
     )
     tokenizer.bind(made, {"enable_thinking": False})
-    ids = chat_sft.demonstration(made, {"prompt": "1+1", "completion": "2"}, "all").tokens.tolist()
+    ids, _ = chat_sft.demonstration(made, {"prompt": "1+1", "completion": "2"}, "all")
     assert made.decode(ids) == wanted(place, [USER, {"role": "assistant", "content": "2"}]).removesuffix("\n")
 
 

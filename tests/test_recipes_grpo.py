@@ -28,6 +28,8 @@ import numpy as np
 import pytest
 import servers
 import tiny
+import torch
+import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
@@ -255,6 +257,35 @@ def test_a_critic_is_saved_and_resumed(place):
     lines = [x for x in run_dir.read_lines(place / "critic/metrics.jsonl") if x["kind"] == "grpo"]
     assert "ppo_kl" not in lines[0] and all(x["critic_grad_norm"] > 0 for x in lines)
     assert lines[0]["value_max"] > 0 and abs(lines[1]["ppo_kl"]) > 0  # the second pass is off policy
+
+
+@pytest.mark.slow
+def test_a_critic_starts_from_a_token_classifier(place, tmp_path):
+    """Its values are the scores, bias included, that transformers computes at the tokens that predict; its bias
+    trains. One with several labels is refused."""
+    tokens, path = tokenizer.load(place / "model"), str(tmp_path / "critic")
+    settings, params = hf.load(place / "model", init_missing=("score",), score_head=models.ScoreHead(1, bias=True))
+    params |= {"score": 5 * params["score"], "score_bias": params["score_bias"] + 3}
+    hf.save(path, settings, params, tokenizer=tokens)
+    steps = dict(objective=losses.PPO(), critic=trainer.CriticOptions(path, optim=Optimizer(lr=1e-2)))
+    state, groups = grpo.build_trainer(config(place, "unused", **steps)), job_program.groups(0)
+    report = trainer.train_on_batch(state, groups)
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(path).eval()
+    seen = []
+    for sample in (s for group in groups for s in group):
+        with torch.no_grad():
+            scores = theirs(torch.tensor(sample.tokens[None].astype(np.int64)), use_cache=False).logits[0, :-1, 0]
+        seen.append(scores.numpy()[sample.mask[1:]])
+    np.testing.assert_allclose(report["value"], np.mean(np.concatenate(seen)), rtol=1e-5)
+    assert np.std(np.concatenate(seen)) > 0.1
+    moved = np.asarray(learner.weights(state.critic)["score_bias"]) - np.asarray(params["score_bias"])
+    assert 0 < np.abs(moved[0]) < 0.1
+    config_json = json.loads((tmp_path / "critic/config.json").read_text())
+    assert config_json["architectures"] == ["Qwen3ForTokenClassification"] and config_json["num_labels"] == 1
+    settings, params = hf.load(place / "model", init_missing=("score",), score_head=models.ScoreHead(2))
+    hf.save(path, settings, params, tokenizer=tokens)
+    with pytest.raises(ValueError, match="--critic.model .*: needs a score head with 1 label, or none, got one with 2"):
+        grpo.build_trainer(config(place, "unused", **steps))
 
 
 @pytest.mark.slow

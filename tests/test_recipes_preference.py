@@ -142,7 +142,7 @@ def test_a_reward_model_from_new_weights_and_from_itself(place, scorer, tmp_path
         start = preference.open_model(config(place, "unused", **changes), tokens, mesh)
         hf.save(tmp_path / "model", *start, tokenizer=tokens)
         settings, params = hf.load(tmp_path / "model")
-        assert settings.value_head and set(params) == {"embed", "norm", "score", "stacks"}
+        assert settings.score_head and set(params) == {"embed", "norm", "score", "stacks"}
         for x, y in zip(*map(jax.tree.leaves, (start[1], params)), strict=True):
             np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(params["score"], hf.load(scorer[0])[1]["score"])

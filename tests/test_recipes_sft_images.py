@@ -174,7 +174,7 @@ def test_preferences_compare_with_a_reference_that_sees_the_images(place, tmp_pa
     lines = [line for line in run_dir.read_lines(tmp_path / "out/metrics.jsonl") if line["kind"] == "preference"]
     assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-6) and lines[1]["loss"] < lines[0]["loss"] - 1e-3
     asked = replace(asked, objective=core.RewardModel(), lora=Lora(), out=str(tmp_path / "reward"))
-    with pytest.raises(ValueError, match="RewardModel: reads no images yet, got --vision frozen or rows with images"):
+    with pytest.raises(ValueError, match="reward models read no images, got --vision frozen, or rows with images"):
         preference.main(asked)
 
 

@@ -177,7 +177,7 @@ def weights(scale):
 def published(root, run="a", start=0):
     """A folder of versions, as a run that starts at version `start` opens it."""
     with publishing.folder(str(root), None, run, start) as path:
-        yield path, publishing.writer(types.SimpleNamespace(settings=CONFIG), path, None, None, written=())
+        yield path, publishing.writer(types.SimpleNamespace(written=CONFIG), path, None, None, written=())
 
 
 def test_a_version_of_a_former_process_is_replaced_by_the_trainers(tmp_path):
@@ -199,7 +199,7 @@ def test_versions_of_a_wrapper_are_whole_and_share_what_is_passed_on(tmp_path):
     config, params = hf.load(tiny.wrapped(tiny.model(tmp_path / "model")))
 
     def writer():
-        policy = types.SimpleNamespace(settings=config)
+        policy = types.SimpleNamespace(written=config)
         return publishing.writer(policy, tmp_path / "versions", None, None, written=())
 
     def own(v):

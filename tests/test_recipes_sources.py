@@ -12,6 +12,7 @@ import pytest
 import tiny
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset as TorchIterable
 
 from areax.adapters import cli
 from areax.adapters.data import datasets
@@ -206,7 +207,18 @@ class Plain(Map):
         return {name: ROWS[index][name] for name in ("prompt", "completion")} | {"n": index, "share": index / 2}
 
 
+class Stream(TorchIterable):
+    """Torch's data sets without random access have __getitem__ too, and may have a length."""
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
 ITERABLES = {
+    "torch's IterableDataset": Stream,
     "IterableDataset": lambda: hf_datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
     "generator data set": lambda: hf_datasets.IterableDataset.from_generator(lambda: iter(ROWS)),
     "DataLoader": lambda: DataLoader(Plain(), batch_size=8),

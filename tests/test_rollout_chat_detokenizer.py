@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.adapters import tokenizer
-from areax.rollout.chat.detokenizer import CONTEXT, Reader, Text
+from areax.rollout.chat.detokenizer import CONTEXT, Reader, Text, completing
 
 BYTES = tokenizer.byte_level()
 SUMS = tokenizer.character("0123456789+")
@@ -121,6 +121,18 @@ def test_the_window_of_a_detokenizer_is_bounded():
         assert len(out._window) <= 2 * CONTEXT + 3  # plus an unfinished character
     out.end()
     assert out.text == wordpieces.TEXT * 20
+
+
+@given(st.data())
+def test_the_token_that_completes_a_number_of_characters(data):
+    made = data.draw(st.sampled_from([SUMS, BYTES, TRAINED]))
+    ids = data.draw(st.lists(st.integers(0, len(made) - 1), min_size=1, max_size=30))
+    decode = lambda ids: made.decode(ids, skip_special_tokens=True)
+    ends = data.draw(st.lists(st.integers(0, 40), max_size=4))
+    finished = [len(decode(ids[:k]).rstrip("\ufffd")) for k in range(1, len(ids) + 1)]
+    for end, found in zip(ends, completing(decode, ids, ends), strict=True):
+        enough = [k for k, length in enumerate(finished) if length >= end]
+        assert found == (len(ids) - 1 if end >= finished[-1] else enough[0])
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.booleans())

@@ -110,6 +110,10 @@ def everything(text, row, **context):
 def loaded(text, row):
     return {name: name in sys.modules for name in ("jax", "torch", "transformers", "numpy", "__mp_main__")}
 
+def lines(text, row):
+    ends = [at + 1 for at, c in enumerate(text) if c == "\\n"]
+    return [(end, i / 4) for i, end in enumerate(ends)]
+
 def environment(text, row):
     """How many of the variables in the text it sees."""
     return sum(name in os.environ for name in text.split())
@@ -175,7 +179,8 @@ def test_a_reward_that_raises_is_unscorable_and_logs_error_line_and_row(file, ca
     said = sorted(record.getMessage() for record in caplog.records)
     assert len(said) == 3 and not any("\n" in message for message in said)
     assert f"reward {file}:act: ZeroDivisionError: division by zero (mine.py:{line}), on row id 7" in said
-    assert any("a reward must be a number, a dict of numbers or None, got 'yes'" in message for message in said)
+    kinds = "a number, a dict of numbers, a list of (end, reward) pairs or None"
+    assert any(f"a reward must be {kinds}, got 'yes'" in message for message in said)
     assert any("SystemExit: 1" in message for message in said)
     assert counts == counted(scored=2, raised=3, retried=3)
 
@@ -352,6 +357,23 @@ def test_valid_and_invalid_return_values_of_a_reward():
     for wrong in ("1.0", [1.0], {}, {"a": "b"}, float("inf"), {"a": -float("inf")}):
         with pytest.raises(ValueError, match="a reward must be"):
             score(wrong)
+
+
+def test_a_reward_may_give_each_step_its_own(file):
+    [scored, none, plain], _ = ask(f"{file}:lines", ["a\nbc\n", "ab", "a\n"])
+    assert scored == Score(0.25, steps=((2, 0.0), (5, 0.25))) and plain.steps == ((2, 0.0),)
+    assert math.isnan(none.value)  # no step at all is a mistake of the reward
+    assert score([(3, 0.5), [4, True]]) == Score(1.5, steps=((3, 0.5), (4, 1.0)))
+    assert math.isnan(score([(1, math.nan), (2, 1.0)]).value)
+    for wrong in ([(1, 2, 3)], [(-1, 1.0)], [(0.5, 1.0)], ["ab"], [1.0]):
+        with pytest.raises(ValueError, match="with end the number of characters up to the end of a step, got"):
+            score(wrong)
+    for wrong in ([], [(1, "x")]):
+        with pytest.raises(ValueError, match="a reward must be a number, a dict of numbers, a list of"):
+            score(wrong)
+    with pytest.raises(ValueError, match="a reward of steps needs the workflow single_turn, got 1 "):
+        rewards.whole([(1, 1.0)])
+    assert rewards.whole({"a": 1}) == Score(1.0, {"a": 1.0})
 
 
 def test_a_worker_is_replaced_after_max_calls(file):

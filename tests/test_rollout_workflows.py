@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 
+from areax.core import losses, packing
 from areax.rollout import client
 from areax.rollout.chat import template
 from areax.rollout.rewards import Score
@@ -87,6 +88,57 @@ def test_an_unscorable_completion_keeps_its_sample(tokenizer):
         answer(tokenizer, "5"), {"prompt": "2"}, tokenizer=tokenizer, reward=unknown, sampling=Sampling()
     )
     assert math.isnan(asyncio.run(workflow).reward)
+
+
+STEPS = "1+2 3+ 5"  # steps end with a blank, the last with the text
+
+
+async def by_step(text, row, **context):
+    ends = [at + 1 for at, c in enumerate(text) if c == " "] + [len(text)]
+    return [(end, 0.5 - i) for i, end in enumerate(ends)]
+
+
+def process(tokenizer):
+    workflow = single_turn(
+        answer(tokenizer, f"{STEPS}<end>"), {"prompt": "2"}, tokenizer=tokenizer, reward=by_step, sampling=Sampling()
+    )
+    return asyncio.run(workflow)
+
+
+def test_rewards_of_steps_are_at_their_last_tokens(tokenizer):
+    """That of the last step at the stop token, where that of a whole completion is."""
+    sample = process(tokenizer)
+    n = int(sample.mask.argmax())
+    assert sample.rewards == ((n + 3, 0.5), (n + 6, -0.5), (n + 8, -1.5)) and sample.reward == -1.5
+    assert tokenizer.decode(sample.tokens[n + 3]) == tokenizer.decode(sample.tokens[n + 6]) == " "
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8)])
+def test_advantages_and_returns_use_the_rewards_of_steps(tokenizer, gamma, lam):
+    """Of GAE with a critic, and of discounted returns, in float64 token by token."""
+    samples = [process(tokenizer), process(tokenizer)]
+    batch = packing.pack(samples, 64, rows=1)
+    value_BT = np.random.default_rng(0).standard_normal(batch.token_BT.shape)
+    sampler = dict(correction=dict(proximal="behaviour"))
+    gae = losses.PPO(advantage=dict(gamma=gamma, lam=lam, whiten="none"), **sampler)
+    gae = gae.prepare(batch.replace(value_BT=value_BT))
+    plain = dict(credit="return", mean="none", std="none", whiten="none", gamma=gamma)
+    returned = losses.REINFORCE(advantage=plain, **sampler).prepare(batch)
+    for j in (1, 2):
+        own = np.flatnonzero((batch.segment_BT[0, 0] == j) & batch.mask_BT[0, 0])  # predicts each sampled token
+        reward, value = np.zeros(len(own)), value_BT[0, 0, own]
+        reward[[3, 6, 8]] = 0.5, -0.5, -1.5
+        adv, wanted, after = 0.0, [], []
+        total = 0.0
+        for t in reversed(range(len(own))):
+            ahead = value[t + 1] if t + 1 < len(own) else 0.0
+            adv = reward[t] + gamma * ahead - value[t] + gamma * lam * adv
+            total = reward[t] + gamma * total
+            wanted.append(adv)
+            after.append(total)
+        np.testing.assert_allclose(gae.adv_BT[0, 0, own], wanted[::-1], atol=1e-5)
+        np.testing.assert_allclose(gae.return_BT[0, 0, own], wanted[::-1] + value, atol=1e-5)
+        np.testing.assert_allclose(returned.adv_BT[0, 0, own], after[::-1], atol=1e-5)
 
 
 def test_messages_are_used_unchanged(tokenizer):

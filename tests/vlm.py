@@ -61,10 +61,11 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def reference(name: str, **changes):
-    """A model of transformers with weights that all matter."""
+def reference(name: str, **text):
+    """A model of transformers with weights that all matter; `text` changes the text model's config."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **CASES[name] | changes)
+    case = CASES[name] | {"text_config": CASES[name]["text_config"] | text}
+    config = transformers.AutoConfig.for_model(name, **case)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -150,16 +151,16 @@ TEMPLATE = (  # as that of Qwen2.5-VL, without tools
 )
 
 
-def folder(path: Path, name: str = "qwen2_5_vl") -> Path:
+def folder(path: Path, name: str = "qwen2_5_vl", **text) -> Path:
     """Writes a tiny vision-language checkpoint as users have it: weights, tokenizer, chat template, image processor.
 
-    Images become 1 to 9 features, of 4 x 4 pixels each.
+    Images become 1 to 9 features, of 4 x 4 pixels each; `text` as in `reference`.
     """
     tokens = tokenizer.character(ALPHABET, multiple=1)
     tokens.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
     assert tokens.convert_tokens_to_ids("<|image_pad|>") == IMAGE
     tokens.chat_template = TEMPLATE
-    model = reference(name)
+    model = reference(name, **text)
     for config in (model.config, model.config.text_config, model.generation_config):
         config.bos_token_id, config.eos_token_id = None, tokens.eos_token_id
     model.save_pretrained(path)

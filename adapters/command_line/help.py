@@ -109,6 +109,8 @@ def _shown(value: Any) -> str | None:
         return None
     if isinstance(value, tuple):
         return " ".join(str(_shown(part)) for part in value)
+    if isinstance(value, str) and not value.isprintable():
+        return f"$'{value.encode('unicode_escape').decode()}'"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

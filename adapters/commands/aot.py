@@ -21,6 +21,7 @@ from ...core import balance, optim, packing, param, step
 from ...core.batch import Batch
 from ...core.distill import Distill, Taught
 from ...core.preference import RewardModel
+from ...core.process_reward import ProcessReward
 from ...models import frozen as teachers
 from ...models import lora, vision
 from ...models.layer import Attention
@@ -102,6 +103,8 @@ class Step:
         if self.follows:
             value = functools.partial(models.value, config=self.config, run=self.run)
             return lambda params, batch: value(params, batch.without("routed_experts"))
+        if isinstance(self.objective, ProcessReward):
+            return functools.partial(models.classify, config=self.config, run=self.run)
         if self.distill is None:
             return functools.partial(models.score, config=self.config, run=self.run)
         return functools.partial(
@@ -172,7 +175,9 @@ def reads(spec: Step) -> dict[str, int]:
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
     one = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     extra = {"divergence": one, "usable": jax.ShapeDtypeStruct(one.shape, bool)} if spec.distill else None
-    out = models.Scores(one, one, one, one, extra, _sums(spec))
+    labels = spec.config.score_head.labels if spec.config.score_head else 1
+    label = jax.ShapeDtypeStruct((*one.shape, labels), jnp.float32)
+    out = models.Scores(one, one, one, one, extra, _sums(spec), label)
     traced = jax.make_jaxpr(lambda batch, out: spec.whole.loss(out, batch))(batch, out)
     used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
     model, found = _of_model(spec) | {array.name for array in _images(spec)}, {}
@@ -190,7 +195,7 @@ def _of_model(spec: Step) -> set[str]:
     own = spec.config.vision is None  # with images, rotary embeddings turn by positions on three axes
     placed = any(isinstance(layer, Attention) and (layer.growth or own and layer.rope) for layer in spec.config.records)
     read = MODEL_READS | ({"position_BT"} if placed else set())
-    if not spec.follows and not isinstance(spec.objective, RewardModel):
+    if not spec.follows and not isinstance(spec.objective, RewardModel | ProcessReward):
         read |= {"target_BT", "routed_experts"}
     return read | ({"teacher_ids", "teacher_logp"} if spec.distill and spec.teacher is None else set())
 

@@ -13,20 +13,23 @@ import numpy as np
 from ... import models
 from ...core import param
 from ...models import config_json, wrappers
+from ...models.layers import score_head
 from .. import hf, safetensors
 from .. import torch as torch_adapter
 from ..runtime import hub
 
+CAUSAL = "AutoModelForCausalLM"
 TOLERANCE = 1e-4  # fp32: for logits relative to max(1, largest logit), for gradients to the tensor's largest entry
 ROUNDING = 1e-5  # a tensor's gradient is rounding if its entries are below this part of the largest of all
 
 
 def check(path: str | os.PathLike, against: Literal["torch"] | None = None, gradients: bool = False) -> dict:
     """Loads a checkpoint, verifies its manifest and that all values are finite; `against="torch"` also compares fp32
-    logits on random tokens with transformers.
+    logits on random tokens with transformers, of a classifier the scores of its labels.
 
     Args:
-      gradients: with `against`, also compares the gradient of the mean cross-entropy in every tensor.
+      gradients: with `against`, also compares the gradient of the mean cross-entropy in every tensor, of a classifier
+        that of the mean squared score.
 
     Returns:
       {"ok", "path", "family", "parameters", "bytes", "dtypes", "manifest", "nonfinite"}, all JSON types; with `against`
@@ -66,22 +69,25 @@ def check(path: str | os.PathLike, against: Literal["torch"] | None = None, grad
 def _against_torch(path, config, params, gradients: bool) -> dict:
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        import transformers
     except ImportError as error:
         raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
     source = wrappers.text(json.loads(config.source))
     dtype = torch.bfloat16 if config_json.quantisation(source) else torch.float32  # numbers are those of bfloat16
-    auto = AutoModelForImageTextToText if wrappers.wraps(config) else AutoModelForCausalLM
+    kind = score_head.classifier(source)
+    auto = getattr(transformers, kind or ("AutoModelForImageTextToText" if wrappers.wraps(config) else CAUSAL))
     try:
         model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
     except ImportError as error:  # of what it needs for some quantised checkpoints
         raise ValueError(f"check: transformers does not load {path}: {' '.join(str(error).split())}") from error
     tokens = _text_tokens(config, model.get_input_embeddings().padding_idx)
     token_BT = np.random.default_rng(0).choice(tokens, (2, min(64, config.context)))
-    theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
+    inputs = dict(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False)
+    theirs = model.score(model.base_model(**inputs).last_hidden_state) if kind else model(**inputs).logits
+    forward, loss = (_scores, _squares) if kind else (models.forward, _loss)
     with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands
-        ours_BTV = np.asarray(jax.jit(models.forward, static_argnames="config")(params, token_BT, config=config))
-        gradient = jax.jit(jax.grad(_loss), static_argnums=2)(params, token_BT, config) if gradients else None
+        ours_BTV = np.asarray(jax.jit(forward, static_argnames="config")(params, token_BT, config=config))
+        gradient = jax.jit(jax.grad(loss), static_argnums=2)(params, token_BT, config) if gradients else None
     theirs_BTV = theirs.detach().numpy()
     report: dict = {
         "max_logit_diff": _largest(ours_BTV - theirs_BTV),
@@ -90,7 +96,8 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
     }
     if gradients:
         flat, target = theirs[:, :-1].flatten(0, 1), torch.from_numpy(token_BT[:, 1:]).flatten()
-        torch.nn.functional.cross_entropy(flat, target).backward()
+        lost = theirs.square().mean() if kind else torch.nn.functional.cross_entropy(flat, target)
+        lost.backward()
         diffs = _gradient_diffs(config, gradient, model)
         worst = max(diffs, key=lambda name: diffs[name])
         report |= {"max_gradient_diff": diffs[worst], "worst_gradient": worst}
@@ -127,6 +134,17 @@ def _text_tokens(config, padding: int | None) -> list[int]:
 def _loss(params, token_BT, config):
     logp_BTV = jax.nn.log_softmax(models.forward(params, token_BT[:, :-1], config=config))
     return -jnp.mean(jnp.take_along_axis(logp_BTV, token_BT[:, 1:, None], -1))
+
+
+def _scores(params, token_BT, config):
+    sizes = token_BT.shape
+    index_BT = jnp.broadcast_to(jnp.arange(sizes[1]), sizes)
+    hidden_BTD, _ = models.backbone(params, token_BT, index_BT, jnp.ones(sizes, jnp.int32), index_BT, config=config)
+    return score_head.apply(params, hidden_BTD)
+
+
+def _squares(params, token_BT, config):
+    return jnp.mean(jnp.square(_scores(params, token_BT, config)))
 
 
 def _largest(x: np.ndarray) -> float:

@@ -4,6 +4,7 @@ headers and JSON files alone."""
 from __future__ import annotations
 
 import collections
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh
 from ... import models
 from ...core import param
 from ...models import lora
+from ...models.layers import score_head
 from ...parallel import mesh, rules
 from ...rollout.servers.engine_mesh import EngineMesh
 from .. import hf, orbax, peft, safetensors, tokenizer
@@ -37,8 +39,8 @@ def inspect(path: str | os.PathLike, tensors: bool = False) -> dict:
     Returns:
       {"kind": "checkpoint" | "adapters" | "run", "path", ...}, all JSON types. Of tensors: {"bytes", "dtypes", "files",
       "tensors": [{"name", "dtype", "shape", "count"}]}. Of a checkpoint also {"family", "parameters", "layers",
-      "context", "tied", "quantised", "version", "tokenizer", "chat_template", "train", "lora", "serve", "tp"}: the last
-      four are "yes", the largest number of devices, or the reason why not in one line.
+      "context", "labels" of a score head, "tied", "quantised", "version", "tokenizer", "chat_template", "train",
+      "lora", "serve", "tp"}: the last four are "yes", the largest number of devices, or the reason why not in one line.
 
     Raises:
       ValueError: there is nothing of these, or its files are incomplete or damaged.
@@ -61,7 +63,8 @@ def _checkpoint(path: Path, listed: bool) -> dict:
         able = _abilities(path, config)
         report |= {
             "family": config.family, "parameters": param.count(models.table(config)), "layers": config.layers,
-            "context": config.context, "tied": config.tied, "other_parts": len(config.rest.names) if config.rest else 0,
+            "context": config.context, "labels": _labels(config), "tied": config.tied,
+            "other_parts": len(config.rest.names) if config.rest else 0,
         }  # fmt: skip
     except ValueError as error:
         report["family"], able = options.get("model_type"), {"train": _line(error)}
@@ -82,6 +85,12 @@ def _abilities(path: Path, config) -> dict[str, Any]:
     }
 
 
+def _labels(config) -> list[str] | None:
+    """The labels of a score head."""
+    head = config.score_head
+    return score_head.label_names(json.loads(config.source), head.labels) if head else None
+
+
 def _answer(fn: Callable[[], Any]) -> str:
     try:
         fn()
@@ -91,7 +100,7 @@ def _answer(fn: Callable[[], Any]) -> str:
 
 
 def _check_served(path: Path, config) -> None:
-    if config.value_head:
+    if config.score_head:
         raise ValueError("a reward model gives scores, not tokens")
     if not any((path / name).is_file() for name in tokenizer.FILES):
         raise ValueError(f"{path}: a server needs a tokenizer, got none of {', '.join(tokenizer.FILES)}")

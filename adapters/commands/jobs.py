@@ -15,6 +15,7 @@ from ...core import losses, packing, param
 from ...core.balance import Balance
 from ...core.distill import Taught
 from ...core.optim import Optimizer
+from ...core.process_reward import LABEL
 from ...models import layer, lora, mtp, paging
 from ...models.layers import recurrence
 from ...parallel import mesh as meshes
@@ -154,7 +155,9 @@ def _steps(config, settings, run: models.Run, microbatches: int, slots: int, pat
     """The step of the model, and of its critic."""
     objective, teacher = _objective(config), None
     if isinstance(objective, losses.RewardModel):
-        settings = replace(settings, value_head=True, tied=True)
+        settings = scored(settings)
+    elif isinstance(objective, losses.ProcessReward):
+        settings = scored(settings, models.ScoreHead(objective.labels, bias=True))
     if coef := getattr(config, "distill_coef", 0):
         objective = Taught(objective, config.distill, coef)
     if isinstance(objective, losses.Distill | Taught) and config.teacher:
@@ -170,15 +173,22 @@ def _steps(config, settings, run: models.Run, microbatches: int, slots: int, pat
     if path := config.critic.model:
         settings = hf.read_config(hub.folder(path))
     critic = replace(
-        step, config=replace(settings, tied=True, value_head=True), objective=config.critic.objective,
+        step, config=scored(settings), objective=config.critic.objective,
         optim=_optim(config.critic.optim), lora=lora.Lora(), arrays=(), balance=Balance(), teacher=None, follows=step,
     )  # fmt: skip
     return step, critic
 
 
+def scored(settings, head: models.ScoreHead = hf.SCALAR):
+    """The settings with a score head, its own or this one, and without an output head."""
+    return replace(settings, score_head=settings.score_head or head, tied=True)
+
+
 def _arrays(config, settings) -> list[Array]:
     """What samples bring along beside the arrays that every sample has."""
     found, objective = [], _objective(config)
+    if isinstance(objective, losses.ProcessReward):
+        found.append(Array("input", LABEL, "int32"))
     if getattr(getattr(config, "sampling", None), "routed_experts", False):
         if not getattr(settings, "top_k", 0):
             raise ValueError(f"plan: --sampling.routed-experts needs a model with experts, got {settings.family}")
@@ -231,8 +241,8 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
         reference_dtype="float32" if moved else "", platform=chip.platform, optim=step.optim,
         adapters=lora.table(model.table, step.lora) if adapted else None,
         frozen=step.frozen if adapted else "float32", frozen_shapes=frozen(step) if adapted else None,
-        value=isinstance(inner, losses.RewardModel), whole_logits=step.distill is not None, critic=critic,
-        teacher=teacher,
+        value=isinstance(inner, losses.RewardModel | losses.ProcessReward), whole_logits=step.distill is not None,
+        critic=critic, teacher=teacher,
     )  # fmt: skip
 
 

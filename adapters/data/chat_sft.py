@@ -14,9 +14,13 @@ Learn = Literal["last", "all"]
 BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
-def demonstration(
-    tokenizer: Any, row: dict, learn: Learn = "last", processor: images.Processor | None = None
-) -> types.Sample:
+def demonstration(tokenizer: Any, row: dict, learn: Learn = "last") -> tuple[list[int], list[bool]]:
+    """Token ids and loss mask of a row without images, as `sample`."""
+    made = sample(tokenizer, row, learn)
+    return made.tokens.tolist(), made.mask.tolist()
+
+
+def sample(tokenizer: Any, row: dict, learn: Learn = "last", processor: images.Processor | None = None) -> types.Sample:
     """The sample of a row with "messages" or a "prompt", optionally followed by a "completion".
 
     Args:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...models.vision import Media
 from ...rollout.types import Image
+from .. import tokenizer
 from ..runtime import hub
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def load(path: str | Path) -> Processor:
 
 def of_model(path: str | Path) -> Processor | None:
     """The image processor of a model, as `load`; None if it has none or names no image token: it reads only text."""
-    folder = Path(hub.folder(path, needs=(FILE,)))
+    folder = Path(hub.folder(path, needs=("config.json", *tokenizer.FILES)))  # of a text model, a copy is complete
     if (folder / FILE).is_file() and type(token := _token(folder)) is int:
         return Processor(folder, token)
     return None

@@ -60,6 +60,10 @@ CHARTS = (
         "Scores of both sides, beta log(policy / reference) or the reward model's score, and their difference.",
     ),
     Chart(
+        "Learning", "Steps judged", ("step_accuracy", "heldout_step_accuracy"),
+        "Fraction of labelled steps whose label is the likeliest.", y_range=(0, 1),
+    ),
+    Chart(
         "Learning", "Divergence", ("divergence", "heldout_divergence"),
         "Divergence of the student from its teacher, nats per token. It should fall.", zero=True,
     ),
@@ -401,6 +405,8 @@ METRICS = {
     "staleness": "trainer's version minus the version that sampled a token, in batches",
     "staleness_span": "largest difference of versions within one answer",
     "step": "latest logged step",
+    "step_accuracy": "fraction of labelled steps whose label a process reward model finds the likeliest",
+    "step_nll": "negative log-probability of the label of a step, nats",
     "stopped": "surplus groups of the step, stopped to be rerun (oversampling)",
     "tokens": "tokens of the samples of the step, prompts included",
     "tokens_per_second": "tokens of the samples of the step per second of wall time",

@@ -40,15 +40,15 @@ def with_vision(config, trained: bool = True):
       trained: False = the tower is frozen.
 
     Raises:
-      ValueError: the model has no tower, none that is implemented, or a value head; or an option is not implemented.
+      ValueError: the model has no tower, none that is implemented, or a score head; or an option is not implemented.
     """
     hf = json.loads(config.source)
     kind = hf.get("model_type")
     if kind not in TOWERS:
         known = ", ".join(TOWERS)
         raise ValueError(f"config.json: model_type must be one with a vision tower, {known}, got {kind!r:.80}")
-    if config.value_head:
-        raise ValueError("config.json: a model with a value head reads no images; load it without its vision tower")
+    if config.score_head:
+        raise ValueError("config.json: a model with a score head reads no images; load it without its vision tower")
     tower = TOWERS[kind].tower(hf, config.embed, trained)
     if len(tower.taps) > config.layers:
         raise ValueError(

@@ -63,7 +63,7 @@ class Generation:
 def weights_bytes(job: Job, itemsize: int, split: Layout = ONE, predictor: Sequence[Leaf] = ()) -> int:
     """Bytes of a server's weights, with an output head of its own, on each chip of this layout."""
     own = [*job.tower, *predictor, *([job.top["embed"]] if job.tied else [])]
-    return sum(stored(leaf, itemsize, split) for leaf in [*job.leaves, *own] if leaf.path != "score")
+    return sum(stored(leaf, itemsize, split) for leaf in [*job.leaves, *own] if not leaf.path.startswith("score"))
 
 
 def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:

@@ -54,13 +54,13 @@ def demonstrations(
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(row: str) -> Sample:
-        return chat_sft.demonstration(tokens, json.loads(row), learn, processor)
+        return chat_sft.sample(tokens, json.loads(row), learn, processor)
 
     def made(row: dict) -> Sample:
         if row.get("completion") is None and not row.get("messages"):
             raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
         if images.of_row(row):
-            return chat_sft.demonstration(tokens, row, learn, processor)
+            return chat_sft.sample(tokens, row, learn, processor)
         return sample(json.dumps({name: row[name] for name in ("messages", "prompt", "completion") if name in row}))
 
     return made
@@ -71,7 +71,7 @@ def sampler(tokens, processor: images.Processor | None = None) -> Callable[[dict
     tokenised once; `processor` as in `demonstrations`."""
 
     def fresh(asked: dict, completion: str) -> Sample:
-        return chat_sft.demonstration(tokens, {**asked, "completion": completion}, processor=processor)
+        return chat_sft.sample(tokens, {**asked, "completion": completion}, processor=processor)
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(prompt: str, completion: str) -> Sample:

@@ -86,19 +86,29 @@ def _start(run: Path, options: Mapping[str, Any], kind: str | None, base: str | 
         )
     fresh = options.get("init") == "random"
     vision: Any = run_dir.option(options, "vision") or "auto"
-    scored = kind == "preference" and _given(options, "objective").keys() == SCORED
+    head = _head(kind, _given(options, "objective"))
     try:
         model = hub.folder(named, weights=not fresh)
         if fresh:
             config = models.text_only(hf.read_config(model))
         else:
-            config = common.with_tower(hf.loaded_config(model, hf.HEADS if scored else (), vision != "auto"), vision)
+            new = hf.HEADS if head else ()
+            config = hf.loaded_config(model, new, head or score_head.SCALAR, vision != "auto")
         tokens = common.open_tokenizer(named, run_dir.option(options, "chat_template_kwargs") or "")
     except ValueError as error:
         raise ValueError(
             f"{run}: needs the model that the run started from, {named} ({error}); put it back, or name it with --base"
         ) from error
-    return (score_head.settings(config, tokens) if scored else learner.written(config)), tokens, model
+    if head:
+        return score_head.padded(score_head.settings(config, head), tokens), tokens, model
+    return learner.written(common.with_tower(config, vision)), tokens, model
+
+
+def _head(kind: str | None, objective: Mapping[str, Any]) -> models.ScoreHead | None:
+    """The new score head of a run that trains a reward model."""
+    if kind == "prm":
+        return models.ScoreHead(objective["labels"], bias=True)
+    return score_head.SCALAR if kind == "preference" and objective.keys() == SCORED else None
 
 
 def _params(table: param.Table, arrays: Mapping[str, hf.Deferred], where: str, prefix: str):

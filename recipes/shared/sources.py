@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -186,7 +187,7 @@ def _given(
             f"rows=: must be a list, a data set or an iterable of rows, got {type(given).__name__}; give its "
             "to_dict('records')"
         )
-    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+    if not _random_access(given):
         if spec.order != "shuffled":
             raise ValueError(f"--curriculum.order {spec.order} needs rows in memory, got {type(given).__name__}")
         return _stream(given, row, limit, check, bad, recognise, quiet)
@@ -198,6 +199,14 @@ def _given(
     read = datasets.good(list(records), "rows", refused.append if bad == "skip" else None)
     own = rows.made(read, refused, "rows", row, check=check, bad=bad, recognise=recognise, quiet=quiet)
     return _ordered(own, spec, seed)
+
+
+def _random_access(given: Any) -> bool:
+    """Whether rows can be read by index. Torch's IterableDataset cannot, though it has the method and may have a
+    length."""
+    torch = sys.modules.get("torch.utils.data")
+    iterated = torch is not None and isinstance(given, torch.IterableDataset)
+    return hasattr(given, "__len__") and hasattr(given, "__getitem__") and not iterated
 
 
 def _stream(given: Iterable, row: str, limit: int, check: Check, bad: Bad, recognise: bool, quiet: bool) -> Stream:

@@ -17,7 +17,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, learner, microbatch, terminal, vision
+from areax.recipes.shared import common, describe, learner, microbatch, score_head, terminal, vision
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -125,12 +125,12 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
         vocab = settings.vocab
         path = hub.folder(options.model, weights=True)
         with terminal.loading(path):
-            settings, params = hf.load(path, mesh=mesh, init_missing=("head",))
+            settings, params = hf.load(path, mesh=mesh)
         if settings.vocab != vocab:
             raise ValueError(
                 f"--critic.model {options.model}: needs the policy's vocabulary of {vocab}, got {settings.vocab}"
             )
-    settings = replace(settings, tied=True, value_head=True)
+    settings = score_head.settings(settings, option=f"--critic.model {options.model}" if options.model else "--model")
     shardings = rules.of_params(models.table(settings), mesh)
     shared = settings.vision is not None and not settings.vision.trained
     own = {

@@ -1,5 +1,6 @@
 """Incremental detokenisation with stop strings."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet
@@ -54,6 +55,15 @@ class Text:
         if len(self._window) > 2 * CONTEXT and len(finished) == len(decoded):
             self._window = self._window[-CONTEXT:]
             self._given = len(self._decode(self._window))
+
+
+def completing(decode: Callable[[list[int]], str], tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For each number of characters the index of the token that completes them; the last token if they are all."""
+    text, lengths = Text(decode), []
+    for token in tokens:
+        text.feed([token])
+        lengths.append(len(text.text))
+    return [len(lengths) - 1 if end >= lengths[-1] else bisect_left(lengths, end) for end in ends]
 
 
 class Reader:

@@ -102,7 +102,7 @@ class Session:
         """Sets the reward of an interaction, by default the last one; replaces an earlier reward.
 
         Args:
-          value: a number, a mapping of named components (`rewards.score`), or None = unscorable.
+          value: a number, a mapping of named components (`rewards.whole`), or None = unscorable.
 
         Raises:
           ValueError: there is no such interaction, or the value is invalid.
@@ -111,7 +111,7 @@ class Session:
         if not found:
             what = f"no interaction {interaction!r:.80}" if interaction else "no interaction yet"
             raise ValueError(f"set_reward: there is {what} in this session")
-        found[-1].score = rewards.score(value)
+        found[-1].score = rewards.whole(value)
 
     def samples(self, *, style: trajectory.Style = "leaves", discount: float = 1.0, **fields) -> list[Sample]:
         """Converts the episode to rows of training data (`trajectory.samples`), each with `fields` in its info."""

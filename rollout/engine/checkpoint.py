@@ -78,6 +78,8 @@ def read_weights(
     """
     with ThreadPoolExecutor(1) as pool:
         config, params, verify = hf.mapped(path, dtype, sees)
+        if not config.output_head:
+            raise ValueError(f"{path}: must have an output head to generate text, got a classifier without")
         verified = pool.submit(verify)
         params = take(config, params)
         manifest = verified.result()

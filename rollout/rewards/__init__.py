@@ -1,8 +1,9 @@
 """Rewards in worker processes: `async with pool("module:function") as reward: score = await reward(text, row)`.
 
-A reward is a plain function `reward(text, row)` that returns a number, a dict of numbers or None; `signatures.bind`
-lists other signatures. Workers receive its object path and import its module, but no JAX; a reward that raises, hangs,
-crashes or leaks costs at most its sample. To combine several rewards, return a dict, whose sum counts:
+A reward is a plain function `reward(text, row)` that returns a number, a dict of numbers, the rewards of steps or None;
+`signatures.bind` lists other signatures. Workers receive its object path and import its module, but no JAX; a reward
+that raises, hangs, crashes or leaks costs at most its sample. To combine several rewards, return a dict, whose sum
+counts:
 
     def reward(text, row):
         return {"answer": gsm8k.reward(text, row), "form": 0.1 * match.form(text, row)}
@@ -22,10 +23,10 @@ from typing import Any, Literal
 
 from .. import object_path
 from ..processes.environment import passed
-from .signatures import Score, bind, score
+from .signatures import Score, bind, score, whole
 from .worker import Call, Worker
 
-__all__ = ["Pool", "Score", "check", "none", "pool", "score"]
+__all__ = ["Pool", "Score", "check", "none", "pool", "score", "whole"]
 log = logging.getLogger(__name__)
 
 AHEAD = 16  # calls sent to a worker before it answers: hides the round trip of cheap rewards
@@ -234,15 +235,16 @@ class Pool:
                 await asyncio.sleep(attempt)
         return await self._launch()
 
-    def _settle(self, worker: Worker, memory: int, answers: Sequence[tuple[int, str, Any, dict]]) -> None:
+    def _settle(self, worker: Worker, memory: int, answers: Sequence[tuple[int, str, Any]]) -> None:
         shared = self._mode == "batched" and len(answers) > 1
-        for id, outcome, value, parts in answers:
+        for id, outcome, told in answers:
             call = worker.running.pop(id)
             if outcome == "scored":
                 self.counts["scored"] += 1
-                call.settle(Score(value, parts))
+                value, parts, steps = told
+                call.settle(Score(value, parts, tuple(map(tuple, steps))))
             else:
-                self._fail(call, outcome, value, guilty=not shared)
+                self._fail(call, outcome, told, guilty=not shared)
         if self._mode == "plain":
             for call in worker.suspects():
                 call.since = asyncio.get_running_loop().time()

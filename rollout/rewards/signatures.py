@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,39 +13,74 @@ CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # parameters of verl's compute_score
 
 
+KINDS = "a number, a dict of numbers, a list of (end, reward) pairs or None"
+
+
 @dataclass(frozen=True)
 class Score:
-    """A reward and its named components; a NaN value means unscorable."""
+    """A reward; a NaN value means unscorable.
+
+    Attributes:
+      value: the reward of the completion, the sum of those of its steps if it has any.
+      components: named components.
+      steps: (end, reward) of each step: the text up to character `end` completes the step.
+    """
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 def score(value: Any) -> Score:
     """Converts the return value of a reward function to a Score.
 
     A number is the reward, None is unscorable (NaN), and a dict gives named components: its entry "reward" is the
-    total, which defaults to the sum of all.
+    total, which defaults to the sum of all. A list of (end, reward) pairs gives the rewards of steps.
 
     Raises:
       ValueError: anything else, or an infinite number.
     """
     if isinstance(value, Score):
-        return Score(_number(value.value), value.components)
+        return Score(_number(value.value), value.components, value.steps)
     if value is None:
         return Score(math.nan)
+    if isinstance(value, list | tuple) and value:
+        steps = tuple(map(_step, value))
+        return Score(sum(reward for _, reward in steps), steps=steps)
     if not isinstance(value, Mapping):
         return Score(_number(value))
     if not value:
-        raise ValueError("a reward must be a number, a dict of numbers or None, got an empty dict")
+        raise ValueError(f"a reward must be {KINDS}, got an empty dict")
     components = {str(name): _number(part) for name, part in value.items()}
     total = components.pop("reward", None)
     return Score(_number(sum(components.values())) if total is None else total, components)
 
 
+def whole(value: Any) -> Score:
+    """Converts as `score`, where steps cannot be told apart.
+
+    Raises:
+      ValueError: as `score`; or the reward is one of steps.
+    """
+    made = score(value)
+    if made.steps:
+        raise ValueError(
+            f"a reward of steps needs the workflow single_turn, got {len(made.steps)} (end, reward) pairs; "
+            "return their sum, or the least"
+        )
+    return made
+
+
+def _step(pair: Any) -> tuple[int, float]:
+    if not (isinstance(pair, Sequence) and len(pair) == 2 and hasattr(type(pair[0]), "__index__") and pair[0] >= 0):
+        what = "with end the number of characters up to the end of a step"
+        raise ValueError(f"a reward must be {KINDS}, {what}, got {pair!r:.80}")
+    return int(pair[0]), _number(pair[1])
+
+
 def _number(value: Any) -> float:
     if not hasattr(type(value), "__float__"):
-        raise ValueError(f"a reward must be a number, a dict of numbers or None, got {value!r:.80}")
+        raise ValueError(f"a reward must be {KINDS}, got {value!r:.80}")
     if math.isinf(number := float(value)):
         raise ValueError(f"a reward must be finite, or NaN if it is unscorable, got {number}")
     return number

@@ -194,7 +194,7 @@ def _plain(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
         result = bound.call(*pickle.loads(message))
         return [(id, *_scored(runner.run(result) if inspect.iscoroutine(result) else result))]
     except BaseException as error:  # any error must reach the waiting process
-        return [(id, "raised", object_path.line(error, function), {})]
+        return [(id, "raised", object_path.line(error, function))]
 
 
 def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Runner) -> list[tuple]:
@@ -206,7 +206,7 @@ def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
             raise ValueError(f"a batched reward must return one reward per text, got {len(results)} for {len(calls)}")
         return [(id, *_scored(result)) for (id, _), result in zip(calls, results, strict=True)]
     except BaseException as error:  # any error must reach the waiting process
-        return [(id, "raised", object_path.line(error, function), {}) for id, _ in calls]
+        return [(id, "raised", object_path.line(error, function)) for id, _ in calls]
 
 
 async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function: Callable, timeout_s: float) -> None:
@@ -220,7 +220,7 @@ async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # any error must reach the waiting process
-            answer = (id, "late", "", {}) if limit.expired() else (id, "raised", object_path.line(error, function), {})
+            answer = (id, "late", "") if limit.expired() else (id, "raised", object_path.line(error, function))
         _put(out, _answers([answer]))
 
     tasks = set()
@@ -232,9 +232,9 @@ async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function
                 task.add_done_callback(tasks.discard)
 
 
-def _scored(result: Any) -> tuple[str, float, Mapping[str, float]]:
-    value = score(result)
-    return "scored", value.value, value.components
+def _scored(result: Any) -> tuple[str, tuple]:
+    made = score(result)
+    return "scored", (made.value, made.components, made.steps)
 
 
 def _answers(answers: Sequence[tuple]) -> bytes:

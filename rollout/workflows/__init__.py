@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from .. import object_path, rewards
-from ..chat import images, template
+from ..chat import detokenizer, images, template
 from ..types import Generate, Sample, Sampling, sampled
 
 
@@ -26,14 +26,16 @@ async def single_turn(
     reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
 ) -> Sample:
-    """Samples one completion of the row's prompt, with its reward at the last token.
+    """Samples one completion of the row's prompt, with its reward at the last token, or those of steps at theirs.
 
     Args:
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}), and any "images".
       tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
       processor: of a model that reads images; None = a row with images is refused.
       reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens,
-        and the context is prompt (as templated), prompt_ids and completion_ids.
+        and the context is prompt (as templated), prompt_ids and completion_ids. A list of (end, reward) pairs
+        gives the rewards of steps: each is at the token that completes the first `end` characters of text, at the
+        last token if these are all.
 
     Returns:
       A sample whose info holds the row and the texts `prompt` and `text`.
@@ -55,7 +57,7 @@ async def single_turn(
     text = tokenizer.decode(done.tokens, skip_special_tokens=True)
     context = {"prompt": prompt.text, "prompt_ids": list(prompt.tokens), "completion_ids": list(done.tokens)}
     score = rewards.score(await reward(text, row, **context))
-    return sampled(
+    sample = sampled(
         prompt.tokens,
         done,
         temperature=sampling.temperature,
@@ -64,6 +66,12 @@ async def single_turn(
         images=prompt.images,
         info={"row": row, "prompt": prompt.text, "text": text},
     )
+    if not (score.steps and done.tokens):
+        return sample
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    places = detokenizer.completing(decode, done.tokens, [end for end, _ in score.steps])
+    pairs = zip(places, score.steps, strict=True)
+    return sample.replace(rewards=tuple((len(prompt.tokens) + place, value) for place, (_, value) in pairs))
 
 
 @functools.lru_cache(maxsize=4096)  # the episodes of a group share a prompt, and templates are slow

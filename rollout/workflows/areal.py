@@ -194,7 +194,7 @@ class AsyncRewardWrapper:
                 retries=self._retries, environment=shared.environment, as_called=True,
             )  # fmt: skip
             pool = await shared.get(self, make)
-            return (await pool.called(*arguments, **data)).value
+            return rewards.whole(await pool.called(*arguments, **data)).value
 
 
 def _unambiguous(function: Callable, arguments: Sequence, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class RunReward:
 
     async def __call__(self, prompt, completions, prompt_ids=None, completion_ids=None, /, **row) -> float:
         context = {"prompt": prompt, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        return rewards.score(await self._reward(completions, row, **context)).value
+        return rewards.whole(await self._reward(completions, row, **context)).value
 
 
 def templating(tokenizer: Any) -> Any:

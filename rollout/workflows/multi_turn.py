@@ -55,7 +55,7 @@ async def multi_turn(
     for turn in range(_counted(turns)):
         if not (x := await _next(session, messages)):
             break
-        score = rewards.score(await reward(x.answer.content, row, **session.context(x)))
+        score = rewards.whole(await reward(x.answer.content, row, **session.context(x)))
         final = {**score.components, "reward": score.value * discount**turn}
         if score.value > 0:
             break

@@ -50,8 +50,8 @@ def read(given: Any, P: int, single: bool, pictures: Pictures | None) -> list[tu
 
 
 def placed(pictures: Pictures | None, prompt: Sequence[int], seen: Sequence[Image], context: int) -> Placement | None:
-    """Makes patches of the images of a prompt, which the engine then finds; None if there are none, or the prompt is too
-    long, which the engine refuses."""
+    """Makes patches of the images of a prompt, which the engine then finds; None if there are none, or the prompt is
+    too long, which the engine refuses."""
     return pictures.placed(prompt, seen) if pictures and seen and len(prompt) <= context else None
 
 

@@ -131,7 +131,7 @@ class Service:
                 problem = f"num_hidden_layers {fields.shown(layers)} instead of {self.engine.config.layers}"
                 raise ValueError(f"{path}: must contain the model that is served, but has {problem}")
         config = models.with_vision(hf.read_config(path)) if self.sees else hf.read_config(path)
-        self._same_model(config, path, but=("source", "rest", "prefix", "value_head"))
+        self._same_model(config, path, but=("source", "rest", "prefix", "score_head"))
 
     def _same_model(self, config, path: str, but: Sequence[str] = ("source", "rest")) -> None:
         ours, theirs = map(_compared, (self.engine.config, config))

@@ -11,10 +11,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from .. import models
-from ..core import param
-from ..models import wrappers
-from . import hf
+from ... import models
+from ...core import param
+from ...models import wrappers
+from .. import hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ def to_state_dict(config, params) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def add(leaf, x):
-        tensor, part = _to_torch(x), leaf.param.part
+        tensor, part = to_torch(x), leaf.param.part
         for index, spelt in leaf.keys(config.prefix).items():
             if part:
                 if spelt[0] not in found:
@@ -68,7 +68,7 @@ def messages(config, params, size: int = 256 << 20) -> Iterator[tuple[str, bool]
         if part and held + x.nbytes > size:
             yield _pickled(part), False
             part, held = [], 0
-        part.append((key, _to_torch(x)))
+        part.append((key, to_torch(x)))
         held += x.nbytes
     yield _pickled(part), True
 
@@ -78,7 +78,8 @@ def _pickled(part: list[tuple[str, Tensor]]) -> str:
     return base64.b64encode(pickle.dumps(part)).decode()
 
 
-def _to_torch(x) -> Tensor:
+def to_torch(x) -> Tensor:
+    """An array as a tensor: of its memory if it is JAX's on one CPU device, else a copy."""
     import torch
 
     if isinstance(x, jax.Array) and hf.on_host(x):
@@ -90,6 +91,7 @@ def _to_torch(x) -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
+    """A tensor as an array, of its memory if that is contiguous on a CPU."""
     import torch
 
     tensor = tensor.detach().cpu()
