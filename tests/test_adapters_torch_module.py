@@ -383,7 +383,7 @@ def test_what_jax_cannot_take_is_refused():
     with pytest.raises(ValueError, match="torch.float64 need .*x64.*, JAX has float32"):
         loaded().double()(IDS)
     config = models.config_from_hf(transformer("qwen3").config.to_dict())
-    with pytest.raises(ValueError, match="neither a vision tower nor a value head"):
-        Model(dataclasses.replace(config, value_head=True), {})
+    with pytest.raises(ValueError, match="neither a vision tower nor a score head"):
+        Model(dataclasses.replace(config, score_head=models.ScoreHead()), {})
     with pytest.raises(ValueError, match="Model: the parameters must match the config, got missing embed, norm"):
         Model(config, transformer("qwen3").state_dict())

@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
       run: execution options, such as gradient checkpointing and the dtype of the computation.
 
     Raises:
-      ValueError: the model has a vision tower or a value head, or the parameters do not match the config.
+      ValueError: the model has a vision tower or a score head, or the parameters do not match the config.
     """
 
     # For transformers' Trainer: the loss takes num_items_in_batch, and never predicts the first token of a row.
@@ -47,8 +47,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, config, params, run: models.Run = RUN):
         super().__init__()
-        if config.vision or config.value_head:
-            raise ValueError("Model: must have neither a vision tower nor a value head; load the language model alone")
+        if config.vision or config.score_head:
+            raise ValueError("Model: must have neither a vision tower nor a score head; load the language model alone")
         self.settings, self.run = config, run
         inside = _in_module(config)
         dtype = params["embed"].dtype if "embed" in params else "float32"
