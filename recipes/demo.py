@@ -4,8 +4,8 @@ The task is two-digit addition. The teacher of the SFT stage forgets the carry i
 quarters of the problems have one. GRPO sees only right or wrong. No pair of operands of a held-out row occurs in
 training, in either order.
 
-With `--task shapes` it is questions about pictures, for a vision-language model whose tower is trained with the rest;
-the teacher overlooks a shape, or confuses left and right. No scene of a held-out row occurs in training.
+With `--task shapes` it is counting shapes in pictures, for a vision-language model whose tower is trained with the rest;
+the teacher overlooks one of them. No scene of a held-out row occurs in training.
 """
 
 import dataclasses
@@ -37,6 +37,8 @@ MODEL = {
 }  # fmt: skip
 DEMONSTRATIONS = 1 << 16
 TASKS = {"sums": arithmetic, "shapes": shapes}
+# With pictures: rows of five samples, of which a microbatch has 256.
+PICTURES = {"vision": "trained", "length": 136, "rows": 56, "run": models.Run(remat="none")}
 CONTROLS = {"shuffled": 0.6, "frozen": 0.6, "pictures": 0.45}  # accuracy that each must stay below
 
 
@@ -45,7 +47,7 @@ class Config:
     """Trains a small model from scratch, then improves it by asynchronous RL.
 
     Attributes:
-      task: "sums", or "shapes": questions about pictures (needs areax[vision]).
+      task: "sums", or "shapes": counting in pictures (needs areax[vision]).
       out: directory for data, both stages, `model/`, report.html and summary.json.
       seed: random seed of weights, demonstrations, order and sampling.
       split: seed of the split of problems into training, development and held-out rows.
@@ -164,7 +166,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
     )  # fmt: skip
     if config.task == "sums":
         return made
-    return dataclasses.replace(made, init="checkpoint", vision="trained", length=136, rows=56)
+    return dataclasses.replace(made, init="checkpoint", **PICTURES)
 
 
 def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
@@ -180,7 +182,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
         serving=Serving(serve=Serve(slots=128, context=64)),
         evaluation=Evaluation(heldout=(str(out / f"data/{config.rows}.jsonl"),), evaluate_every=25),
     )  # fmt: skip
-    return made if config.task == "sums" else options.replaced(made, vision="trained", length=136, rows=56)
+    return made if config.task == "sums" else options.replaced(made, **PICTURES)
 
 
 def write_data(config: Config, out: Path, model: dict = MODEL) -> int:

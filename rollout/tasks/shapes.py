@@ -22,7 +22,7 @@ KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 COUNT, PLACE = "How many {} {}s?", "Which shape is {} of the {} {}?"
 # Tokens of a tokenizer that is enough for questions and answers.
 WORDS = "How many ", "Which shape is ", "left", "right", " of the ", *COLOURS, " ", *SHAPES, "s?", "?", *"0123456789"
-GRID, CELL, SIZE = 3, 8, 6  # cells along a side; pixels along the side of a cell, and of a shape in it
+GRID, CELL, SIZE = 3, 8, 7  # cells along a side; pixels along the side of a cell, and of a shape in it
 SIDE = GRID * CELL  # pixels of a picture
 MOST = 3  # shapes to count
 
@@ -35,14 +35,15 @@ class Task:
 
     Attributes:
       train, dev, heldout: rows per split.
-      place_share: share of questions about what is left or right of a shape; the others are about numbers.
+      place_share: share of questions about what is left or right of a shape, which take longer to learn; the others are
+        about numbers.
       seed: seed of pictures, questions and their split.
     """
 
     train: int = 8192
     dev: int = 500
     heldout: int = 1000
-    place_share: float = 0.25
+    place_share: float = 0.0
     seed: int = 0
 
 
@@ -50,8 +51,7 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
     """Makes `{"train", "dev", "heldout"}` of rows `{"prompt", "image", "answer", "mistake", "scene"}`.
 
     The image is a PNG of 24 x 24 pixels as a data URL; `mistake` is the teacher's other answer; `scene` has the row,
-    column, colour and shape of each. Numbers of 0 to 3 are about equally frequent, so are shapes. A scene is in only
-    one row.
+    column, colour and shape of each. No answer is much more frequent than others. A scene is in only one row.
     """
     if not 0 <= task.place_share <= 1 or min(task.train, task.dev, task.heldout) < 0:
         raise ValueError(
@@ -68,9 +68,9 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
 
 
 def _count(rng) -> tuple[Scene, dict]:
-    """A scene with 0 to 3 shapes of a kind and 2 to 5 others, and the question how many."""
+    """A scene with 0 to 3 shapes of a kind and 1 to 4 others, and the question how many."""
     kind, *others = [KINDS[i] for i in rng.permutation(len(KINDS))]
-    count, rest = int(rng.integers(MOST + 1)), int(rng.integers(2, 6))
+    count, rest = int(rng.integers(MOST + 1)), int(rng.integers(1, 5))
     kinds = [kind] * count + [others[i] for i in rng.integers(len(others), size=rest)]
     cells = rng.permutation(GRID**2)[: len(kinds)]
     scene = [(*divmod(int(cell), GRID), *each) for cell, each in zip(cells, kinds, strict=True)]
@@ -98,7 +98,7 @@ def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     forms = {
         "circle": x**2 + y**2 <= (SIZE / 2) ** 2,
         "square": np.ones((SIZE, SIZE), bool),
-        "triangle": 2 * np.abs(x) <= y + (SIZE + 1) / 2,
+        "triangle": 2 * np.abs(x) <= y + SIZE // 2,
     }
     for row, column, colour, shape in scene:
         top, left = (CELL * at + int(rng.integers(CELL - SIZE + 1)) for at in (row, column))
