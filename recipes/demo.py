@@ -4,8 +4,8 @@ The task is two-digit addition. The teacher of the SFT stage forgets the carry i
 quarters of the problems have one. GRPO sees only right or wrong. No pair of operands of a held-out row occurs in
 training, in either order.
 
-With `--task shapes` it is counting shapes in pictures, for a vision-language model whose tower is trained with the rest;
-the teacher overlooks one of them. No scene of a held-out row occurs in training.
+With `--task shapes` it is counting shapes in pictures, for a vision-language model whose tower is trained with the
+rest; the teacher overlooks one of them. No scene of a held-out row occurs in training.
 """
 
 import dataclasses
