@@ -8,6 +8,7 @@ venv := .venv
 py := $(venv)/bin/python
 pip := $(py) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 runtime := $(venv)/.runtime# for users
+vision := $(venv)/.vision# also what reads images
 dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
@@ -42,6 +43,10 @@ $(runtime): pyproject.toml setup.py constraints.txt
 	@$(pip) --editable .
 	@touch $@
 
+$(vision): $(runtime)
+	@$(pip) --editable '.[vision]'
+	@touch $@
+
 $(dev): $(runtime)
 	@echo "installing torch and the test tools into $(venv): a minute or two, once"
 	@$(pip) "$$(grep '^torch==' constraints.txt)"
@@ -51,6 +56,10 @@ $(dev): $(runtime)
 .PHONY: demo
 demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, write a checkpoint and a report
 	$(py) -m areax demo
+
+.PHONY: demo-shapes
+demo-shapes: $(vision) ## the demo on pictures: a vision-language model learns to count shapes, its tower included
+	$(py) -m areax demo --task shapes --out runs/shapes
 
 .PHONY: demo-controls
 demo-controls: $(runtime) ## the demo with shuffled rewards and with learning rate 0, which must not improve
@@ -103,7 +112,7 @@ device-table: $(dev) ## plan every model on every kind of device, and write the 
 
 .PHONY: test-learning
 test-learning: export XLA_FLAGS += --xla_cpu_experimental_ynn_fusion_type=# XLA's CPU backend has not all products of bf16
-test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 20 minutes
+test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 30 minutes
 	$(py) -m pytest -q $(call marked,learning) $(both) -o faulthandler_timeout=1800
 
 .PHONY: test-agents

@@ -389,9 +389,10 @@ def _found(table: param.Table, tensors: Mapping[str, np.ndarray], prefix: str):
     spelt_out = [spelt for leaf in param.leaf_list(table) for spelt in leaf.keys(prefix).values()]
     tensors = _split_experts(tensors, {key for spelt in spelt_out for key in spelt})
     there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
-    return tensors, {
-        leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in param.leaf_list(table)
-    }
+    leaves = param.leaf_list(table)
+    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in leaves}
+    turned = {key: leaf.stored_shape for leaf in leaves if _is_turned(leaf) for key in keys[leaf.path]}
+    return _turned_back(tensors, turned), keys
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
@@ -641,7 +642,7 @@ def to_tensors(
       ValueError: the parameters do not match the config; names them.
     """
     table = models.table(config)
-    return tensors_of(in_modules(table) if fused_experts else table, config.prefix, params, dtype)
+    return tensors_of(wrappers.with_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype, where: str = "save"):
@@ -817,25 +818,21 @@ def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) ->
     return out
 
 
-def in_modules(table: param.Table) -> param.Table:
-    """The table with the experts of a layer as tensors of all, under their names in transformers' modules: what
-    `_split_experts` takes apart."""
+def _is_turned(leaf: param.Leaf) -> bool:
+    return leaf.param.part is not None and leaf.param.part.transposed
 
-    def one(name: str, p: param.Param, gated: bool) -> param.Param:
-        at, found, _ = p.keys[-1].partition("{expert}.")
-        if not found:
-            return p
-        F = table.dims["expert_ffn"]
-        if gated and name in ("expert_gate", "expert_up"):
-            start = 0 if name == "expert_gate" else F
-            return dataclasses.replace(p, keys=(f"{at}gate_up_proj",), part=Part(2 * F, start, start + F, axis=1))
-        return dataclasses.replace(p, keys=(at + p.keys[-1].partition(found)[2].removesuffix(".weight"),))
 
-    def each(stack: param.Stack) -> param.Stack:
-        gated = "expert_gate" in stack.params
-        return param.Stack(stack.layers, {name: one(name, p, gated) for name, p in stack.params.items()})
+def _turned_back(tensors: Mapping[str, np.ndarray], stored: Mapping[str, tuple]) -> Mapping[str, np.ndarray]:
+    """The tensors with those of these keys and shapes as checkpoints have them, if they are as in transformers'
+    modules, whose last two axes are the other way round: then all are, as one tells whose two axes differ."""
+    there = {key: tuple(tensors[key].shape) for key in stored if key in tensors}
+    if not any(shape != stored[key] and shape == _swapped(stored[key]) for key, shape in there.items()):
+        return tensors
+    return {key: x.swapaxes(-1, -2) if key in there else x for key, x in tensors.items()}
 
-    return dataclasses.replace(table, stacks=tuple(map(each, table.stacks)))
+
+def _swapped(shape: tuple) -> tuple:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:

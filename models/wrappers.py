@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.param import Table
+from ..core.param import Param, Stack, Table
+from ..core.parts import Part
 
 IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
 # Families whose checkpoints have tensors "mtp.*"; others have layers behind the model's own (num_nextn_predict_layers).
@@ -36,6 +37,7 @@ class Wrapper:
       others: what the keys of other parts begin with, behind an optional "model.".
       tied: tie_word_embeddings where config.json is silent.
       defaults: of options of text_config that the family requires, or has other defaults of.
+      fused: checkpoints have the experts of a layer as two tensors, transposed, and the family has one for each expert.
     """
 
     texts: Mapping[str, str]
@@ -44,6 +46,7 @@ class Wrapper:
     others: tuple[str, ...]
     tied: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fused: bool = False
 
 
 _LLAVA = (IN_LANGUAGE_MODEL, "model.language_model.", ("vision_tower.", "multi_modal_projector."))
@@ -75,6 +78,10 @@ WRAPPERS = {
     "qwen3_5_moe": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe_text"}, *_QWEN),
     "qwen3_vl": Wrapper(
         {"qwen3_vl_text": "qwen3"}, *_QWEN, defaults={"max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
+    "qwen3_vl_moe": Wrapper(
+        {"qwen3_vl_moe_text": "qwen3_moe"}, *_QWEN, fused=True,
+        defaults={"max_position_embeddings": 128000, "rope_theta": 5e5, "norm_topk_prob": True},
     ),
 }  # fmt: skip
 
@@ -208,4 +215,44 @@ def with_rest(table: Table, config) -> Table:
         rest += [f"{start}{other}" for other in others for start in ("", "model.")]
         if "head" in top:
             top["head"] = dataclasses.replace(top["head"], keys=(head(config),))
+        if wrapper.fused:
+            table = with_fused_experts(table, transposed=True)
     return dataclasses.replace(table, top=top, unused=(*table.unused, *rest))
+
+
+def with_fused_experts(table: Table, transposed: bool = False) -> Table:
+    """The table with tensors of all experts of a layer, as transformers' modules name them, in place of one for each.
+
+    They are `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj` [E, D, F]; without a gate, `experts.up_proj`.
+
+    Args:
+      transposed: they are [E, D, 2 F] and [E, F, D].
+    """
+
+    def one(name: str, p: Param, gated: bool) -> Param:
+        at, found, module = p.keys[-1].partition("{expert}.")
+        if not found:
+            return p
+        rows = table.dims[p.axes.split()[1]]
+        if gated and name in ("expert_gate", "expert_up"):
+            start = 0 if name == "expert_gate" else rows
+            part = Part(2 * rows, start, start + rows, axis=1, transposed=transposed)
+            return dataclasses.replace(p, keys=(f"{at}gate_up_proj",), part=part)
+        part = Part(rows, 0, rows, axis=1, transposed=True) if transposed else None
+        return dataclasses.replace(p, keys=(at + module.removesuffix(".weight"),), part=part)
+
+    def each(stack: Stack) -> Stack:
+        gated = "expert_gate" in stack.params
+        return Stack(stack.layers, {name: one(name, p, gated) for name, p in stack.params.items()})
+
+    return dataclasses.replace(table, stacks=tuple(map(each, table.stacks)))
+
+
+def in_modules(table: Table, config) -> Table:
+    """The table of a model with the experts of a layer as tensors of all, as transformers' modules have them."""
+    wrapper = of(json.loads(config.source))
+    if not (wrapper and wrapper.fused):
+        return with_fused_experts(table)
+    plain = lambda p: dataclasses.replace(p, part=dataclasses.replace(p.part, transposed=False)) if p.part else p
+    stacks = (Stack(stack.layers, {name: plain(p) for name, p in stack.params.items()}) for stack in table.stacks)
+    return dataclasses.replace(table, stacks=tuple(stacks))

@@ -4,14 +4,19 @@ import contextlib
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
 import types
 from pathlib import Path
 
+import datasets
+import numpy as np
+import PIL.Image
 import pytest
 import servers
 import skills
@@ -19,9 +24,11 @@ import tiny
 import yaml
 
 from areax import models
-from areax.adapters import cli, hf, tokenizer
+from areax.adapters import cli, hf, safetensors, tokenizer
 from areax.adapters.tracking import run_dir
+from areax.recipes.shared import demo_vision
 from areax.rollout.servers import local
+from areax.rollout.tasks import shapes
 
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.S)
 NAMED = re.compile(r"`([\w/]+\.(?:py|jsonl))`")
@@ -102,6 +109,9 @@ def run(line):
         if words[0] == "areax":
             assert cli.main(words[1:]) == 0, line
             return
+    if words[0] == "python" and words[1].endswith(".py"):
+        runpy.run_path(words[1])
+        return
     assert words[:3] == ["python", "-m", "pytest"], line
     done = pytest_(*words[3:])
     assert done.returncode == 0, done.stdout
@@ -175,6 +185,30 @@ def test_the_data_set_guide(here, capfd):
 def test_the_agent_guide(here, capfd):
     follow("train-an-agent")
     scored(capfd.readouterr().out, "runs/clerk")
+
+
+@pytest.mark.docs
+def test_the_image_guide(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    demo_vision.write(Path("model"), [*string.ascii_letters, *string.digits, *" ?.,\\{}\n"], shapes.SIDE, seed=0)
+    follow("train-on-images")
+    assert "samples: 8\nunscorable: 0\n" in capfd.readouterr().out
+    before, *after = (safetensors.read(path) for path in ("model", "runs/sft/model", "runs/grpo/model"))
+    for one in after:
+        moved = {name for name in before if not np.array_equal(before[name], one[name])}
+        assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
+    # The row function reads records as the hub has them, images in a table of `datasets`.
+    pictures = [PIL.Image.new("RGB", (24, 24), colour) for colour in ("red", "green")]
+    columns = {"images": [[one] for one in pictures], "problem": ["<image>Find x.", "Find y"], "answer": ["2", "1"]}
+    features = datasets.Features(
+        images=datasets.List(datasets.Image()), problem=datasets.Value("string"), answer=datasets.Value("string")
+    )
+    datasets.Dataset.from_dict(columns, features).to_parquet("vqa.parquet")
+    run(
+        "areax eval --model model --data vqa.parquet --row vqa.py:row --sampling.max-new-tokens 4 "
+        "--reward areax.rollout.tasks.competition_math:reward"
+    )
+    assert "samples: 2\nunscorable: 0\n" in capfd.readouterr().out
 
 
 @pytest.mark.docs

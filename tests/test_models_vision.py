@@ -19,6 +19,7 @@ import vlm
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
+from areax.adapters.torch.module import Model
 from areax.core import losses, optim, packing, param, step
 from areax.core.batch import Batch
 from areax.models import vision
@@ -78,7 +79,7 @@ def by_sequence(x_BT, batch) -> list:
 @pytest.fixture(scope="module", params=NAMES)
 def case(request, tmp_path_factory):
     path, model = tmp_path_factory.mktemp("vlm"), vlm.reference(request.param)
-    model.save_pretrained(path)
+    vlm.save(model, path)
     config, params = hf.load(path, vision=True)
     batch = jax.tree.map(lambda x: x[0], packed(request.param, config.vision))
     logits_BTV, gradient = run(params, batch, config)
@@ -115,7 +116,9 @@ def named(model, name):
             key = key.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
         x = weight.grad.numpy()
         stem, _, last = key.rpartition(".experts.")
-        if last == "gate_up_proj":
+        if stem and name == "qwen3_vl_moe":
+            found[key] = x.swapaxes(1, 2)
+        elif last == "gate_up_proj":
             for e, (gate, up) in enumerate(zip(*np.split(x, 2, 1), strict=True)):
                 found |= {f"{stem}.experts.{e}.gate_proj.weight": gate, f"{stem}.experts.{e}.up_proj.weight": up}
         elif last == "down_proj":
@@ -177,6 +180,22 @@ def test_a_checkpoint_comes_back_to_the_bit(case, tmp_path):
     # Text alone still passes the tower on, as it is.
     hf.save(tmp_path / "text", *hf.load(case.path))
     assert all(np.array_equal(x, before[name]) for name, x in safetensors.read(tmp_path / "text").items())
+
+
+def test_experts_are_read_either_way_round(tmp_path):
+    """As on the hub, and as transformers 5 writes them; if gate_up_proj is square, down_proj tells."""
+    name = "qwen3_vl_moe"
+    model = vlm.reference(name, moe_intermediate_size=20)
+    assert model.state_dict()["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape == (5, 40, 40)
+    vlm.save(model, tmp_path / "hub")
+    model.save_pretrained(tmp_path / "transformers")
+    (_, params), (config, same) = (hf.load(tmp_path / of, vision=True) for of in ("hub", "transformers"))
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
+    hf.save(tmp_path / "out", config, same)  # as on the hub, which servers read
+    before, after = safetensors.read(tmp_path / "hub"), safetensors.read(tmp_path / "out")
+    assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+    ours, theirs = Model(*hf.load(tmp_path / "hub")).state_dict(), model.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
 def test_state_dicts_of_modules_have_the_tower(case):

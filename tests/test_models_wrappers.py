@@ -15,6 +15,7 @@ import quantise
 import tiny
 import torch
 import transformers
+import vlm
 
 from areax import models
 from areax.adapters import cli, hf, peft, safetensors
@@ -100,6 +101,12 @@ CASES: dict[str, dict] = {
         text_config=dict(TEXT, rope_parameters=AXES(2, 2, 2)),
         vision_config=dict(BLOCKS, num_position_embeddings=16, deepstack_visual_indexes=[0]), **QWEN,
     ),
+    "qwen3_vl_moe": dict(
+        text_config=dict(
+            TEXT, rope_parameters=AXES(2, 2, 2), num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24
+        ),
+        vision_config=dict(BLOCKS, num_position_embeddings=16, deepstack_visual_indexes=[0]), **QWEN,
+    ),
     "qwen2_5_vl": dict(
         text_config=dict(PLAIN, rope_parameters=AXES(2, 2, 1)), vision_config=dict(BLOCKS, fullatt_block_indexes=[0]),
         tie_word_embeddings=True, **QWEN,
@@ -124,7 +131,7 @@ def reference(name):
 def case(request, tmp_path_factory):
     """(name, model of transformers, its files, config, params)."""
     path, model = tmp_path_factory.mktemp("wrapper"), reference(request.param)
-    model.save_pretrained(path)
+    vlm.save(model, path)
     (path / "preprocessor_config.json").write_text('{"image_processor_type": "any"}')
     return request.param, model, path, *hf.load(path)
 
@@ -407,7 +414,7 @@ def test_what_a_wrapper_leaves_out_means_what_it_means_to_transformers(name):
     )  # fmt: skip
     least |= dict(head_dim=None) if name == "qwen2_5_vl" else {}
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
-    least |= experts if name == "qwen3_5_moe" else {}
+    least |= experts if name in ("qwen3_5_moe", "qwen3_vl_moe") else {}
     theirs = transformers.AutoConfig.for_model(name, text_config=dict(least)).to_dict()
     ignored = dict(source="", eos=(), prefix="")
     ours, theirs = (
@@ -431,6 +438,17 @@ PUBLISHED = {  # as checkpoints on the hub are; sizes are smaller
         num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6, sliding_window=32768, tie_word_embeddings=True,
         rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}, use_sliding_window=False, vocab_size=61,
         vision_config=dict(depth=1, hidden_size=16),
+    ),
+    "qwen3_vl_moe": dict(
+        tie_word_embeddings=False,
+        text_config=dict(
+            attention_bias=False, attention_dropout=0.0, bos_token_id=3, decoder_sparse_step=1, dtype="bfloat16",
+            eos_token_id=5, head_dim=16, hidden_act="silu", hidden_size=64, intermediate_size=40, mlp_only_layers=[],
+            max_position_embeddings=262144, model_type="qwen3_vl_moe_text", moe_intermediate_size=24,
+            norm_topk_prob=True, num_attention_heads=4, num_experts=6, num_experts_per_tok=2, num_hidden_layers=2,
+            num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=5e6, vocab_size=61,
+            rope_scaling={"mrope_interleaved": True, "mrope_section": [2, 3, 3], "rope_type": "default"},
+        ),
     ),
     "qwen3_vl": dict(
         tie_word_embeddings=True,

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import PIL.Image
+import safetensors.torch
 import torch
 import transformers
 
@@ -30,7 +31,7 @@ HYBRID = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=14,
     layer_types=["full_attention", "linear_attention", "full_attention"],
 )  # fmt: skip
-EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 CASES: dict[str, dict] = {
     "qwen2_5_vl": dict(
         text_config=dict(TEXT, head_dim=None, rope_parameters=AXES(2, 1, 2)), tie_word_embeddings=True,
@@ -40,6 +41,11 @@ CASES: dict[str, dict] = {
     "qwen3_vl": dict(
         text_config=dict(TEXT, rope_parameters=AXES(3, 2, 1)),
         vision_config=dict(BLOCKS, depth=4, num_position_embeddings=25, deepstack_visual_indexes=[0, 2]), **IDS,
+    ),
+    "qwen3_vl_moe": dict(
+        # An MLP in the first layer: its stack is not that of the others.
+        text_config=dict(TEXT, **EXPERTS, mlp_only_layers=[0], rope_parameters=AXES(1, 2, 3)),
+        vision_config=dict(BLOCKS, depth=3, num_position_embeddings=16, deepstack_visual_indexes=[1, 2]), **IDS,
     ),
     "qwen3_5": dict(
         text_config=dict(TEXT, **HYBRID, rope_parameters=AXES(1, 1, 1, partial_rotary_factor=0.5)),
@@ -73,6 +79,17 @@ def reference(name: str, patch: int = 2, **text):
             if weight.ndim == 1:
                 weight += 0.3 * torch.randn(weight.shape)
     return model
+
+
+def save(model, path) -> None:
+    """Writes a model as checkpoints on the hub are; transformers writes experts as it reads them, or the other way
+    round."""
+    model.save_pretrained(path)
+    if model.config.model_type == "qwen3_vl_moe":
+        [file] = path.glob("*.safetensors")
+        turn = lambda name, x: x.transpose(1, 2).contiguous() if ".experts." in name else x
+        held = {name: turn(name, x) for name, x in safetensors.torch.load_file(file).items()}
+        safetensors.torch.save_file(held, file, {"format": "pt"})
 
 
 def media(grid, seed: int, seconds: float = 1.0) -> Media:

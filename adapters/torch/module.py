@@ -158,7 +158,7 @@ def _in_module(config):
 
 @functools.cache
 def _table(config) -> param.Table:
-    return hf.in_modules(models.table(config))
+    return wrappers.in_modules(models.table(config), config)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from .tower import Tower
 
 # Axes of the text model's positions, where config.json is silent.
 ROPE = rope.Rope(sections=(24, 20, 20), interleaved=True)
-TAPPED = "qwen3_vl"  # the wrapper whose tower gives features to several text layers
+TAPPED = ("qwen3_vl", "qwen3_vl_moe")  # wrappers whose tower gives features to several text layers
 DEFAULTS = {
     "hidden_size": 1152, "depth": 27, "intermediate_size": 4304, "hidden_act": "gelu_pytorch_tanh", "patch_size": 16,
 }  # fmt: skip
@@ -22,7 +22,7 @@ NEWER_TOKENS = {"image_token_id": 248056, "video_token_id": 248057}
 
 def tower(hf: dict, out: int, trained: bool) -> Tower:
     """Reads a wrapper's config.json; raises ValueError naming an option that is not implemented."""
-    tapped = hf["model_type"] == TAPPED
+    tapped = hf["model_type"] in TAPPED
     found = options.read(hf, DEFAULTS | (TOKENS if tapped else NEWER_TOKENS), out)
     vision = hf["vision_config"]
     places = options.size(vision, "num_position_embeddings", 2304)

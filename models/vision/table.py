@@ -13,6 +13,7 @@ from .tower import Tower
 
 TOWERS = {
     "qwen2_5_vl": qwen2_5_vl, "qwen3_5": qwen3_vl, "qwen3_5_moe": qwen3_vl, "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,19 +85,24 @@ def forgetful(row: dict) -> str:
     return str(sum(row["operands"]) - 10 * row["carry"])
 
 
-def demonstration(rows: Sequence[dict], index: int, *, error_rate: float, seed: int) -> dict:
+def demonstration(
+    rows: Sequence[dict], index: int, *, error_rate: float, seed: int, mistaken: Callable[[dict], str] = forgetful
+) -> dict:
     """Demonstration number `index`: a row drawn from `rows` with a `completion` by the teacher.
 
-    The teacher forgets the carry with probability `error_rate`, independently each time. The result depends only on
-    (rows, error_rate, seed, index), so a run can resume from an integer.
+    The teacher is `mistaken` with probability `error_rate`, independently each time. The result depends only on (rows,
+    error_rate, seed, index), so a run can resume from an integer.
     """
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16).digest()
     row = rows[int.from_bytes(digest[:8], "big") % len(rows)]
-    forgets = int.from_bytes(digest[8:], "big") < error_rate * 2**64
-    return {**row, "completion": forgetful(row) if forgets else row["answer"]}
+    errs = int.from_bytes(digest[8:], "big") < error_rate * 2**64
+    return {**row, "completion": mistaken(row) if errs else row["answer"]}
 
 
-def demonstrations(rows: Sequence[dict], *, error_rate: float = 0.7, seed: int = 0, start: int = 0) -> Iterator[dict]:
+def demonstrations(
+    rows: Sequence[dict], *, error_rate: float = 0.7, seed: int = 0, start: int = 0,
+    mistaken: Callable[[dict], str] = forgetful,
+) -> Iterator[dict]:  # fmt: skip
     """Yields demonstrations number `start`, `start + 1`, ... endlessly."""
     if not rows:
         raise ValueError("arithmetic: demonstrations need at least one row, got none")
@@ -105,7 +110,7 @@ def demonstrations(rows: Sequence[dict], *, error_rate: float = 0.7, seed: int =
         raise ValueError(f"arithmetic: error_rate must lie in 0..1, got {error_rate}")
     index = start
     while True:
-        yield demonstration(rows, index, error_rate=error_rate, seed=seed)
+        yield demonstration(rows, index, error_rate=error_rate, seed=seed, mistaken=mistaken)
         index += 1
 
 
