@@ -13,7 +13,9 @@ import tiny_families
 from areax import models
 from areax.adapters import cli, hf, orbax, peft, safetensors
 from areax.adapters.commands import diff, inspect
+from areax.adapters.data import images
 from areax.models import lora
+from areax.recipes.shared import demo_vision
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def test_a_checkpoint(model, capsys):
     assert report["bytes"] == 4 * report["parameters"] and report["files"] == 1 and report["quantised"] == "no"
     assert report["tokenizer"] and report["chat_template"] and report["tied"]
     assert (report["train"], report["lora"], report["serve"], report["tp"]) == ("yes", "yes", "yes", 2)
+    assert report["images"] is None
     assert {"name": "model.layers.*.mlp.up_proj.weight", "dtype": "float32", "shape": [48, 32], "count": 2} in report[
         "tensors"
     ]
@@ -63,6 +66,19 @@ def test_how_far_a_model_can_be_split(family, tp, tmp_path):
     if family == "qwen3_moe":
         [gate] = [entry for entry in report["tensors"] if entry["name"].endswith("experts.*.gate_proj.weight")]
         assert gate["count"] == 8 * (config.layers - len(config.dense_layers))
+
+
+def test_whether_a_model_reads_images(tmp_path):
+    model = tmp_path / "model"
+    demo_vision.write(model, "a", side=24, seed=0)
+    assert inspect.inspect(model)["images"] == "yes"
+    (model / images.FILE).unlink()
+    report = inspect.inspect(model)
+    assert "needs preprocessor_config.json" in report["images"] and report["train"] == report["serve"] == "yes"
+    options = json.loads((model / "config.json").read_text())
+    options["vision_config"]["hidden_act"] = "relu"
+    (model / "config.json").write_text(json.dumps(options))
+    assert "hidden_act" in inspect.inspect(model)["images"]
 
 
 def test_what_areax_cannot_use_is_described_with_the_reason(model, tmp_path):

@@ -21,6 +21,7 @@ from ...models.layers import score_head
 from ...parallel import mesh, rules
 from ...rollout.servers.engine_mesh import EngineMesh
 from .. import hf, orbax, peft, safetensors, tokenizer
+from ..data import images
 from ..runtime import hub
 from ..tracking import run_dir
 from .files import printable
@@ -40,7 +41,8 @@ def inspect(path: str | os.PathLike, tensors: bool = False) -> dict:
       {"kind": "checkpoint" | "adapters" | "run", "path", ...}, all JSON types. Of tensors: {"bytes", "dtypes", "files",
       "tensors": [{"name", "dtype", "shape", "count"}]}. Of a checkpoint also {"family", "parameters", "layers",
       "context", "labels" of a score head, "tied", "quantised", "version", "tokenizer", "chat_template", "train",
-      "lora", "serve", "tp"}: the last four are "yes", the largest number of devices, or the reason why not in one line.
+      "lora", "images" of a model with a vision tower, "serve", "tp"}: the last five are "yes", the largest number of
+      devices, or the reason why not in one line.
 
     Raises:
       ValueError: there is nothing of these, or its files are incomplete or damaged.
@@ -75,11 +77,14 @@ def _checkpoint(path: Path, listed: bool) -> dict:
 
 
 def _abilities(path: Path, config) -> dict[str, Any]:
-    """Whether areax can train, adapt and serve a model, or why not."""
+    """Whether areax can train, adapt and serve a model, and read images with it, or why not."""
     served = _answer(lambda: _check_served(path, config))
     return {
         "train": "yes",
         "lora": _answer(lambda: peft.modules(config, lora.Lora(RANK))),
+        "images": _answer(lambda: _check_images(path, config))
+        if "vision_config" in json.loads(config.source)
+        else None,
         "serve": served,
         "tp": largest_tp(config) if served == "yes" else None,
     }
@@ -97,6 +102,11 @@ def _answer(fn: Callable[[], Any]) -> str:
     except ValueError as error:
         return _line(error)
     return "yes"
+
+
+def _check_images(path: Path, config) -> None:
+    models.with_vision(config)
+    images.load(path)
 
 
 def _check_served(path: Path, config) -> None:
