@@ -67,8 +67,9 @@ def reference(place) -> float:
     return -float(np.mean(found))
 
 
-def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path):
+def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path, capfd):
     sft.main(config(place, tmp_path / "out"))
+    assert " GB, its vision tower frozen ...\n" in capfd.readouterr().err
     first, *_, last = losses(tmp_path / "out")
     assert first == pytest.approx(reference(place), rel=1e-4) and last < first - 0.1
     before, after = safetensors.read(place / "model"), safetensors.read(tmp_path / "out/model")

@@ -8,10 +8,10 @@ from .media import Media
 from .patches import PER_TOKEN, arrange, attach, given
 from .placement import Seen, added, over_frozen, replaced, see
 from .positions import positions, standing
-from .table import TOWERS, table, with_vision, without_vision
+from .table import TOWERS, available, table, with_vision, without_vision
 from .tower import Tower, features
 
 __all__ = [
-    "PER_TOKEN", "TOWERS", "Media", "Seen", "Tower", "added", "arrange", "attach", "features", "given", "over_frozen",
-    "positions", "replaced", "see", "standing", "table", "with_vision", "without_vision",
+    "PER_TOKEN", "TOWERS", "Media", "Seen", "Tower", "added", "arrange", "attach", "available", "features", "given",
+    "over_frozen", "positions", "replaced", "see", "standing", "table", "with_vision", "without_vision",
 ]  # fmt: skip

@@ -27,6 +27,11 @@ def table(tower: Tower, module: bool = False) -> Table:
     return TOWERS[tower.wrapper].table(tower, module)
 
 
+def available(config) -> bool:
+    """Whether a model is a wrapper's whose tower `with_vision` adds."""
+    return json.loads(config.source).get("model_type") in TOWERS
+
+
 def without_vision(config):
     """The Config of a text model without its tower, whose weights are stacked as if it had been loaded without."""
     text = lambda layer: dataclasses.replace(layer, deepstack=False) if isinstance(layer, Attention) else layer

@@ -26,7 +26,7 @@ from areax.core.balance import Balance
 from areax.models.vision import Tower
 from areax.parallel import mesh, rules
 from areax.recipes.shared import terminal
-from areax.recipes.shared.vision import Vision
+from areax.recipes.shared.vision import Vision, said
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys, memory
@@ -88,7 +88,7 @@ def open_model(
     if init == "checkpoint":
         path = hub.folder(path, weights=True)
         check_weights(path)
-        with terminal.loading(path):
+        with terminal.loading(path, said(hf.read_config(path), vision)):
             config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto")
         return with_tower(config, vision), params
     if vision != "auto":

@@ -15,10 +15,10 @@ def phase(words: str) -> contextlib.AbstractContextManager[None]:
     return progress.phase(words, quiet=jax.process_index() > 0)
 
 
-def loading(path: str) -> contextlib.AbstractContextManager[None]:
-    """The phase of loading a checkpoint, with its size if it is a directory."""
+def loading(path: str, more: str = "") -> contextlib.AbstractContextManager[None]:
+    """The phase of loading a checkpoint, with its size if it is a directory, and what else to say of it."""
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    return phase(f"loading {path}" + (f", {size / 1e9:.3f} GB" if size else ""))
+    return phase(", ".join(filter(None, (f"loading {path}", f"{size / 1e9:.3f} GB" if size else "", more))))
 
 
 class Terminal:

@@ -22,6 +22,10 @@ from areax.rollout.chat import images as chat_images
 from areax.rollout.types import Image, Sample
 
 Vision = Literal["auto", "frozen", "trained"]
+SAID = {
+    "auto": "without its vision tower, as no row has images", "frozen": "its vision tower frozen",
+    "trained": "its vision tower trained",
+}  # fmt: skip
 Images = Sequence[tuple[Image, ...]]  # of each sample
 
 
@@ -54,6 +58,11 @@ class Noticed:
 def decided(wanted: Vision, seen: bool) -> Vision:
     """`--vision`, "auto" replaced by "frozen" if the run's rows have images."""
     return "frozen" if wanted == "auto" and seen else wanted
+
+
+def said(config, vision: Vision) -> str:
+    """What a run says of a model's tower when it loads the model; nothing of one that areax does not implement."""
+    return SAID[vision] if towers.available(config) else ""
 
 
 def reader(model: str, settings, dtype: str | None, mesh) -> Reader | None:
