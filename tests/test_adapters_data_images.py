@@ -84,7 +84,8 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
     data = encoded(PIL.Image.fromarray(pixels()))
     processor = images.load(folder)
     for source, words in [
-        (b"text", "are no image"), (data[:300], "damaged"), ("http://127.0.0.1/a.png", "not fetched"),
+        (b"text", "4 bytes are no image of [A-Z, ]+$"), (data[:300], "damaged"),
+        ("http://127.0.0.1/a.png", "not fetched"), ("iVBOR" * 9999, "^.{1,200}$"),
         ("data:image/png,abc", "base64"), ("data:image/png;base64,a", "base64"), (tmp_path / "none", "cannot be read"),
         (3, "int"), ({"bytes": None}, "NoneType"), (b"", "are no image"),
         (encoded(PIL.Image.new("1", (1 << 13, 9000))), "smaller"),

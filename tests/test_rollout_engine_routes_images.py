@@ -134,7 +134,7 @@ def test_conversations_have_images(inside, path):
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"text": f"a{PAD}b", "image_data": [WIDE, TALL]}, "image 1 of 2 needs 6 tokens 57 in a row"),
+        ({"text": f"a{PAD}b", "image_data": [WIDE, TALL]}, "image 1 of 2 has 6, got runs of"),
         ({"text": "ab", "image_data": WIDE}, "got runs of none"),
         ({"text": f"a{PAD}", "image_data": WIDE}, "must not end with an image"),
         ({"text": f"a{PAD}b", "image_data": "http://127.0.0.1/a.png"}, "addresses are not fetched"),

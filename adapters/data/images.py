@@ -51,7 +51,9 @@ def read(source: Any) -> Image:
     if isinstance(source, str) and source[:5].lower() == "data:":
         source = _from_url(source)
     elif isinstance(source, str) and "://" in source[:16]:
-        raise ValueError(f"images: addresses are not fetched, got {source!r:.80}; send the image as a data URL")
+        raise ValueError(
+            f"images: addresses are not fetched, got {source!r:.80}; give a data URL, or in rows a file's path"
+        )
     elif isinstance(source, str | os.PathLike):
         source = _from_file(Path(source))
     if isinstance(source, bytes | bytearray | memoryview):
@@ -117,7 +119,10 @@ class Processor:
         """
         found = sum(token == self.token for token in tokens)
         if found != len(images):
-            raise ValueError(f"images: a prompt needs one image token for each image, got {found} for {len(images)}")
+            raise ValueError(
+                f"images: a prompt needs one image token for each image, got {found} for {len(images)}; in texts write "
+                "<image>, not the model's own token"
+            )
         counts = iter([self.count(image) for image in images])
         return [each for token in tokens for each in ([token] * next(counts) if token == self.token else [token])]
 
@@ -166,7 +171,9 @@ def _from_file(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"images: {path} cannot be read: {error.strerror}") from None
+        raise ValueError(
+            f"images: {str(path)!r:.80} cannot be read: {error.strerror}; give a file's path, or a data URL"
+        ) from None
 
 
 def _opened(data: bytes) -> PIL.Image.Image:
@@ -177,6 +184,8 @@ def _opened(data: bytes) -> PIL.Image.Image:
         raise ValueError(f"images: an image may have {MOST_BYTES:,} bytes, got {len(data):,} or more")
     try:
         opened = PIL.Image.open(io.BytesIO(data), formats=READABLE)
+    except PIL.UnidentifiedImageError:  # its text is only the address of the bytes
+        raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}") from None
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}: {error}") from None
     if opened.width * opened.height > MOST_PIXELS:

@@ -177,7 +177,7 @@ def text(content: Any, where: str, kinds: Collection[str] = ("text",), between: 
         return content or ""
     parts = objects(content, where)
     for part in parts:
-        rule(part.get("type") in kinds, where, "only text can be read by this model", part.get("type"))
+        rule(part.get("type") in kinds, where, "only text can stand here", part.get("type"))
         words = part.get("text", part.get("refusal"))
         rule(isinstance(words, str), where, "a part needs a text", part)
     return between.join(part.get("text", part.get("refusal")) for part in parts)

@@ -128,8 +128,8 @@ class Pictures:
             found = ", ".join(str(end - begin) for begin, end in runs) or "none"
             number, needed = len(starts) + 1, counts[len(starts)]
             raise ValueError(
-                f"images: image {number} of {len(counts)} needs {needed} tokens {token} in a row, one for each "
-                f"feature, or each image a single one, got runs of {found:.80}"
+                f"images: the prompt must have the image token, id {token}, once for each image, or as often as the "
+                f"image has features: image {number} of {len(counts)} has {needed}, got runs of {found:.80}"
             )
         if starts[-1] + counts[-1] == len(tokens):
             raise ValueError(f"images: a prompt must not end with an image, got token {token} as its last one")
