@@ -226,6 +226,18 @@ def test_frozen_weights_are_not_differentiated():
     assert named[QUERY].grad is None  # of the same array
 
 
+def test_layers_are_a_list_and_parts_show_their_shapes():
+    model, theirs = loaded("glm4_moe"), transformer("glm4_moe")
+    assert len(model.model.layers) == len(theirs.model.layers)
+    shapes = lambda layer: {name: x.shape for name, x in layer.named_parameters()}
+    assert [*map(shapes, model.model.layers)] == [*map(shapes, theirs.model.layers)]
+    assert "(q_proj): Weights(weight: [16, 16])" in repr(model)
+    model.model.layers[:2].requires_grad_(False)
+    trained = {name for name, x in model.named_parameters() if x.requires_grad}
+    early = ("model.layers.0.", "model.layers.1.")
+    assert trained == {name for name, _ in model.named_parameters() if not name.startswith(early)}
+
+
 def test_without_gradients_only_the_forward_pass_runs():
     model = loaded()
     for _ in range(2):

@@ -212,12 +212,22 @@ def _logp(config, run: models.Run) -> Callable:
     return logp
 
 
+class Weights(torch.nn.Module):
+    """A part of a Model. It has weights and computes nothing."""
+
+    def extra_repr(self) -> str:
+        own = [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]
+        return ", ".join(f"{name}: {list(x.shape)}" for name, x in own)
+
+
 def _set(module: torch.nn.Module, name: str, x: torch.Tensor) -> None:
     """Registers a parameter or buffer under a dotted name."""
     *path, last = name.split(".")
-    for part in path:
-        if part not in dict(module.named_children()):
-            module.add_module(part, torch.nn.Module())
+    for part, inner in zip(path, [*path[1:], last], strict=True):
+        if isinstance(module, torch.nn.ModuleList):
+            module.extend(Weights() for _ in range(len(module), int(part) + 1))
+        elif part not in dict(module.named_children()):
+            module.add_module(part, torch.nn.ModuleList() if inner.isdigit() else Weights())
         module = module.get_submodule(part)
     if isinstance(x, torch.nn.Parameter):
         module.register_parameter(last, x)
