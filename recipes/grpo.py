@@ -129,7 +129,7 @@ def main(config: Config, rows: Any = None) -> dict:
         prompts, heldout, seen = read(config, tokens, processor, rows) if index == 0 else (None, {}, False)
         data = prompts, heldout
         processes.same("options", config)
-        config = with_vision(config, processes.anyone(seen)[0])
+        config = with_vision(config, processes.anyone(seen and processor is not None)[0])
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary
         out = Path(config.out)
