@@ -70,6 +70,16 @@ def test_patches_and_their_count_are_those_of_the_processor(folder, size):
     assert expanded == [1, *[IMAGE] * processor.count(image), 2, *[IMAGE] * processor.count(image)]
 
 
+@pytest.mark.parametrize("size", [(37, 52), (200, 30), (8, 9)])
+def test_images_are_resized_once(folder, size):
+    processor, picture = images.load(folder), PIL.Image.fromarray(pixels(*size))
+    seen = processor.read(picture)
+    assert processor.read(seen) is seen
+    wanted = processor.media(images.read(picture))
+    np.testing.assert_array_equal(processor.media(seen).patches, wanted.patches)
+    assert processor.media(seen).grid == wanted.grid
+
+
 def test_errors_say_what_is_wrong(folder, tmp_path):
     data = encoded(PIL.Image.fromarray(pixels()))
     processor = images.load(folder)

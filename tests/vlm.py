@@ -61,10 +61,17 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def reference(name: str, **text):
-    """A model of transformers with weights that all matter; `text` changes the text model's config."""
+def reference(name: str, patch: int = 2, **text):
+    """A model of transformers with weights that all matter.
+
+    Args:
+      patch: pixels of a patch's side.
+      text: changes of the text model's config.
+    """
     torch.manual_seed(0)
     case = CASES[name] | {"text_config": CASES[name]["text_config"] | text}
+    if patch != 2:
+        case["vision_config"] = case["vision_config"] | {"patch_size": patch, "window_size": 4 * patch}
     config = transformers.AutoConfig.for_model(name, **case)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -151,23 +158,23 @@ TEMPLATE = (  # as that of Qwen2.5-VL, without tools
 )
 
 
-def folder(path: Path, name: str = "qwen2_5_vl", **text) -> Path:
+def folder(path: Path, name: str = "qwen2_5_vl", patch: int = 2, **text) -> Path:
     """Writes a tiny vision-language checkpoint as users have it: weights, tokenizer, chat template, image processor.
 
-    Images become 1 to 9 features, of 4 x 4 pixels each; `text` as in `reference`.
+    Images become 1 to 9 features, of 2 x 2 patches each; `patch` and `text` as in `reference`.
     """
     tokens = tokenizer.character(ALPHABET, multiple=1)
     tokens.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
     assert tokens.convert_tokens_to_ids("<|image_pad|>") == IMAGE
     tokens.chat_template = TEMPLATE
-    model = reference(name, **text)
+    model = reference(name, patch, **text)
     for config in (model.config, model.config.text_config, model.generation_config):
         config.bos_token_id, config.eos_token_id = None, tokens.eos_token_id
     model.save_pretrained(path)
     tokenizer.save(tokens, path)
     kind = "Qwen2VLImageProcessor"
-    size = {"shortest_edge": 4 * 4, "longest_edge": 12 * 12}
-    sizes = {"patch_size": 2, "temporal_patch_size": 2, "merge_size": 2, "size": size}
+    size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (6 * patch) ** 2}
+    sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2, "size": size}
     (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **sizes}))
     return path
 

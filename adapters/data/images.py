@@ -73,8 +73,6 @@ class Processor:
       token: id of the token that stands for a feature of an image.
     """
 
-    read = staticmethod(read)
-
     def __init__(self, folder: Path, token: int):
         self.token, self._folder = token, folder
 
@@ -86,6 +84,15 @@ class Processor:
             return AutoImageProcessor.from_pretrained(self._folder, backend="pil")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self._folder / FILE}: cannot be loaded: {' '.join(str(error).split())}") from None
+
+    def read(self, source: Any) -> Image:
+        """As the function `read`, in the size in which the model sees it: servers then need not resize it, which each
+        image library does a little differently."""
+        image = read(source)
+        _, rows, columns = self.media(image).grid
+        size = columns * self._processor.patch_size, rows * self._processor.patch_size
+        opened = _opened(image.data)
+        return image if opened.size == size else _written(opened.resize(size, self._processor.resample))
 
     def count(self, image: Image) -> int:
         """How many features an image has: so many tokens stand for it."""
