@@ -47,7 +47,7 @@ def matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing=
     rest = tuple(key for key in tensors if table.leaves_out(key))
     tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}
     tree = param.leaves(table)
-    tensors, keys = found(table, tensors, prefix)
+    tensors, keys = keyed(table, tensors, prefix)
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
     if "score" in drawn:
         drawn |= table.top.keys() & set(heads.NAMES)
@@ -72,7 +72,7 @@ def matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing=
     return config, tree, tensors, keys, drawn
 
 
-def found(table: param.Table, tensors: Mapping[str, np.ndarray], prefix: str):
+def keyed(table: param.Table, tensors: Mapping[str, np.ndarray], prefix: str):
     """(tensors, fused experts split; the keys that each leaf has among them, or the first ones that it may have)."""
     spelt_out = [spelt for leaf in param.leaf_list(table) for spelt in leaf.keys(prefix).values()]
     tensors = _split_experts(tensors, {key for spelt in spelt_out for key in spelt})

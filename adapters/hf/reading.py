@@ -22,7 +22,7 @@ from ..runtime import passed
 from .config_files import read_config, read_json
 from .lazy import views
 from .manifests import compare_names, compare_tensor, verified
-from .matching import SCALAR, check_tensor, complaint, found, matched
+from .matching import SCALAR, check_tensor, complaint, keyed, matched
 from .placing import place
 
 
@@ -117,7 +117,7 @@ def mapped_mtp(path: str | os.PathLike, config, dtype="float32"):
     if not mtp.known(config):
         return None
     table, where = mtp.table(config), str(path)
-    tensors, keys = found(table, passed.opened(config, safetensors.read(path), where), config.prefix)
+    tensors, keys = keyed(table, passed.opened(config, safetensors.read(path), where), config.prefix)
     names = [key for found in keys.values() for key in found]
     missing = [key for key in names if key not in tensors]
     if len(missing) == len(names):
