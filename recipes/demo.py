@@ -95,6 +95,7 @@ def main(config: Config) -> int:
     began = time.monotonic()
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    refuse_another(config, out)
     heldout = write_data(config, out)
     if not (out / "sft" / run_dir.SUMMARY).exists() or not config.controls:
         print("1 of 3  supervised fine-tuning of a new model")
@@ -157,12 +158,19 @@ def controls(config: Config, out: Path) -> int:
     return int(any(accuracy is None or accuracy >= CONTROLS[name] for name, accuracy in results.items()))
 
 
+def refuse_another(config: Config, out: Path) -> None:
+    """Raises ValueError if the directory has the demo of another task, whose data would be overwritten."""
+    file = out / "base/config.json"
+    if file.is_file() and ("vision_config" in json.loads(file.read_text())) != (config.task == "shapes"):
+        raise ValueError(f"--out {out}: has the demo of another task than {config.task}; name another directory")
+
+
 def sft_config(config: Config, out: Path) -> sft.Config:
     """Options of the SFT stage."""
     made = sft.Config(
         model=str(out / "base"), data=str(out / "data/demonstrations.jsonl"), out=str(out / "sft"), init="random",
         steps=config.sft_steps, batch=256, length=64, rows=28, seed=config.seed,
-        optim=Optimizer(lr=config.sft_lr, schedule="cosine", warmup=20, floor=0.1),
+        optim=Optimizer(lr=config.sft_lr, schedule="cosine", warmup=min(20, config.sft_steps - 1), floor=0.1),
     )  # fmt: skip
     if config.task == "sums":
         return made

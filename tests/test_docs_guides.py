@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import shutil
-import string
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,7 @@ import yaml
 from areax import models
 from areax.adapters import cli, hf, safetensors, tokenizer
 from areax.adapters.tracking import run_dir
-from areax.recipes.shared import demo_vision
 from areax.rollout.servers import local
-from areax.rollout.tasks import shapes
 
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.S)
 NAMED = re.compile(r"`([\w/]+\.(?:py|jsonl))`")
@@ -190,7 +187,6 @@ def test_the_agent_guide(here, capfd):
 @pytest.mark.docs
 def test_the_image_guide(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    demo_vision.write(Path("model"), [*string.ascii_letters, *string.digits, *" ?.,\\{}\n"], shapes.SIDE, seed=0)
     follow("train-on-images")
     assert "samples: 8\nunscorable: 0\n" in capfd.readouterr().out
     before, *after = (safetensors.read(path) for path in ("model", "runs/sft/model", "runs/grpo/model"))

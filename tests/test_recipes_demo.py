@@ -4,6 +4,8 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
+
 from areax.adapters import hf, tokenizer
 from areax.adapters.data import images
 from areax.core import packing
@@ -31,3 +33,19 @@ def test_the_stages_of_the_demo_on_pictures(tmp_path, monkeypatch):
     for count, rows in ((sft.batch, sft.rows), (2 * sft.batch, rl.training.rows)):
         full = packing.pack((samples * 2)[:count], sft.length, rows=rows)
         assert full.token_BT.shape[0] == count // sft.batch and settings.vision
+
+
+def test_a_directory_has_the_demo_of_one_task(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(ValueError, match="has the demo of another task than shapes; name another directory"):
+        demo.main(demo.Config(task="shapes", out=str(tmp_path)))
+    assert [*tmp_path.iterdir()] == [base]
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}}))
+    with pytest.raises(ValueError, match="another task than sums"):
+        demo.main(demo.Config(out=str(tmp_path)))
+
+
+def test_few_steps_of_imitation_have_a_shorter_warmup(tmp_path):
+    assert [demo.sft_config(demo.Config(sft_steps=n), tmp_path).optim.warmup for n in (1, 2, 1000)] == [0, 1, 20]

@@ -168,6 +168,7 @@ VERL = Names(
         ("`data.max_response_length`", "`--sampling.max-new-tokens`"),
         ("`data.apply_chat_template_kwargs`", "`--chat-template-kwargs`"),
         ("`data.filter_overlong_prompts`", "`--max-prompt`"),
+        ("`data.image_key`", "none: the field `images` of rows, which `--row` can make"),
         ("`model.path`", "`--model`"),
         ("`rollout.n`", "`--group-size`"),
         ("`rollout.temperature`", "`--sampling.temperature`"),
@@ -177,6 +178,7 @@ VERL = Names(
         ("`actor.optim.lr_warmup_steps`", "`--optim.warmup`"),
         ("`actor.optim.lr_warmup_steps_ratio`", "`--optim.warmup`, in steps: ratio x `--steps`"),
         ("`actor.grad_clip`", "`--optim.clip`"),
+        ("`actor.freeze_vision_tower` (verl: False)", "`--vision` frozen (as by default), trained"),
         ("`actor.ppo_mini_batch_size` (prompts)", "`--minibatches` = train_batch_size / ppo_mini_batch_size"),
         ("`actor.ppo_epochs`", "`--epochs`"),
         (
