@@ -141,8 +141,8 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     serve = config.serve.sized(PROMPT + config.sampling.max_new_tokens)
     context, vocabulary = (min(serve.context, settings.context), settings.vocab) if settings else (0, 0)
     check = rows.prompts(
-        tokens, config.workflow, processor, most=config.max_prompt, room=context, vocabulary=vocabulary,
-        context=context, new=config.sampling.max_new_tokens,
+        tokens, config.workflow, processor and processor.as_given(), most=config.max_prompt, room=context,
+        vocabulary=vocabulary, context=context, new=config.sampling.max_new_tokens,
     )  # fmt: skip
     asked = many_rows.every(
         config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)

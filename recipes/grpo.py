@@ -184,8 +184,9 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
     check = vision.Noticed(
         rows.prompts(
-            tokens, workflow, processor, most=options.max_prompt, room=min(length, context or length),
-            vocabulary=model.vocab, context=context, new=config.rollout.sampling.max_new_tokens,
+            tokens, workflow, processor and processor.as_given(), most=options.max_prompt,
+            room=min(length, context or length), vocabulary=model.vocab, context=context,
+            new=config.rollout.sampling.max_new_tokens,
         )
     )  # fmt: skip
     asks = rows.asks(workflow)

@@ -78,6 +78,9 @@ def test_images_are_resized_once(folder, size):
     wanted = processor.media(images.read(picture))
     np.testing.assert_array_equal(processor.media(seen).patches, wanted.patches)
     assert processor.media(seen).grid == wanted.grid
+    given = processor.as_given().read(picture)
+    assert PIL.Image.open(io.BytesIO(given.data)).size == size and given == images.read(picture)
+    assert processor.as_given().count(given) == processor.count(seen)
 
 
 def test_errors_say_what_is_wrong(folder, tmp_path):

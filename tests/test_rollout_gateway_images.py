@@ -20,7 +20,7 @@ from areax.rollout.gateway.server import serve
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import agents
 
-FIRST, SECOND = vlm.png(9, 7, 1), vlm.png(12, 12, 2)  # 4 and 9 features
+FIRST, SECOND = vlm.png(8, 8, 1), vlm.png(12, 12, 2)  # 4 and 9 features, of sizes as models see them
 END = 3  # <|im_end|>
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 

@@ -96,6 +96,10 @@ class Processor:
         opened = _opened(image.data)
         return image if opened.size == size else _written(opened.resize(size, self._processor.resample))
 
+    def as_given(self) -> Processor:
+        """The same, whose `read` leaves images in their size: many times faster, where no server gets them."""
+        return _AsGiven(self._folder, self.token)
+
     def count(self, image: Image) -> int:
         """How many features an image has: so many tokens stand for it."""
         width, height = _opened(image.data).size
@@ -125,6 +129,11 @@ class Processor:
             )
         counts = iter([self.count(image) for image in images])
         return [each for token in tokens for each in ([token] * next(counts) if token == self.token else [token])]
+
+
+class _AsGiven(Processor):
+    def read(self, source: Any) -> Image:
+        return read(source)
 
 
 def load(path: str | Path) -> Processor:
@@ -207,5 +216,5 @@ def _written(opened: PIL.Image.Image) -> Image:
     from PIL import ImageOps
 
     file = io.BytesIO()
-    _decoded(ImageOps.exif_transpose(opened)).save(file, "PNG")
+    _decoded(ImageOps.exif_transpose(opened)).save(file, "PNG", compress_level=1)  # 6 takes five times as long
     return Image(file.getvalue())

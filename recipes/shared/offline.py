@@ -16,6 +16,7 @@ import numpy as np
 
 from areax.adapters import hf, orbax
 from areax.adapters.data import chat_sft
+from areax.adapters.data.images import Processor
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
@@ -42,15 +43,14 @@ from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.types import Sample
 
 
-def demonstrations(
-    tokens, learn: chat_sft.Learn, processor: images.Processor | None = None
-) -> Callable[[dict], Sample]:
+def demonstrations(tokens, learn: chat_sft.Learn, processor: Processor | None = None) -> Callable[[dict], Sample]:
     """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once, except those
     with images, which are read each time.
 
     Args:
       processor: of a model that reads images; None = rows with images are refused.
     """
+    processor = processor and processor.as_given()
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(row: str) -> Sample:
@@ -66,9 +66,10 @@ def demonstrations(
     return made
 
 
-def sampler(tokens, processor: images.Processor | None = None) -> Callable[[dict, str], Sample]:
+def sampler(tokens, processor: Processor | None = None) -> Callable[[dict, str], Sample]:
     """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt; repeated texts are
     tokenised once; `processor` as in `demonstrations`."""
+    processor = processor and processor.as_given()
 
     def fresh(asked: dict, completion: str) -> Sample:
         return chat_sft.sample(tokens, {**asked, "completion": completion}, processor=processor)

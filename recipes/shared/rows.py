@@ -1,5 +1,6 @@
 """Rows of a run: read, converted by `--row`, and each checked before anything starts."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -56,7 +57,7 @@ def made(
       refused: what was read and is no record.
     """
     left: Counter[str] = Counter()
-    rows = []
+    rows: list[dict] = []
     total, recognise = len(records) + len(refused), recognise and not row
     if recognise:
         known = (formats.recognised(record) for record, _ in records[: 1 if bad == "stop" else None])
@@ -66,18 +67,20 @@ def made(
     elif not row and not quiet and records and (known_as := formats.recognised(records[0][0])):
         progress.say(f"{source}: the workflow gets records as they are; --row {known_as} makes prompts of them")
     use = reader(row, check, recognise)
-    for record, place in records:
-        try:
-            own, why = use(record)
-        except ValueError as error:
-            refused.append(ValueError(f"{place}: {error}"))
-            if bad == "stop":
-                raise refused[0] from error
-            continue
-        if own is not None and why is None:
-            rows.append(own)
-        elif why:
-            left[why] += 1
+    words, done = f"checking {total:,} rows of {source}", lambda: f", {len(rows) + len(refused) + left.total():,} done"
+    with contextlib.nullcontext() if quiet else progress.reminding(words, done):
+        for record, place in records:
+            try:
+                own, why = use(record)
+            except ValueError as error:
+                refused.append(ValueError(f"{place}: {error}"))
+                if bad == "stop":
+                    raise refused[0] from error
+                continue
+            if own is not None and why is None:
+                rows.append(own)
+            elif why:
+                left[why] += 1
     if refused:
         left[f"bad (--bad-rows skip), the first: {refused[0]}"] = len(refused)
     if not rows:
