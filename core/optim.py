@@ -39,7 +39,7 @@ class Optimizer:
     Attributes:
       name: update rule.
       lr: peak learning rate.
-      vision_lr: that of a vision tower in training, whose schedule is the same; 0 = lr.
+      vision_lr: peak learning rate of a vision tower in training, with the same schedule; 0 = `lr`.
       schedule: learning rate after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
       steps: length of the schedule in optimiser steps, including the warm-up.

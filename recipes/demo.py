@@ -47,8 +47,8 @@ class Config:
     """Trains a small model from scratch, then improves it by asynchronous RL.
 
     Attributes:
-      task: "sums", or "shapes": counting in pictures (needs areax[vision]).
-      out: directory for data, both stages, `model/`, report.html and summary.json.
+      task: "sums" of two numbers, or "shapes" to count in pictures, by a vision-language model (areax[vision]).
+      out: directory for data, both stages, report.html and summary.json; each task needs its own.
       seed: random seed of weights, demonstrations, order and sampling.
       split: seed of the split of problems into training, development and held-out rows.
       rows: rows to evaluate: "heldout", or "dev" while choosing settings.
@@ -58,8 +58,8 @@ class Config:
       sft_lr: learning rate of the SFT stage.
       rl_lr: learning rate of the GRPO stage.
       error_rate: share of demonstrations in which the teacher errs where it can.
-      controls: instead runs controls from the SFT checkpoint: shuffled rewards, learning rate 0, and shuffled pictures
-        if the task has any.
+      controls: instead runs controls from the SFT checkpoint: shuffled rewards, learning rate 0 and, with pictures,
+        shuffled pictures.
     """
 
     task: Literal["sums", "shapes"] = "sums"
