@@ -174,7 +174,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
     made = sft.Config(
         model=str(out / "base"), data=str(out / "data/demonstrations.jsonl"), out=str(out / "sft"), init="random",
         steps=config.sft_steps, batch=256, length=64, rows=28, seed=config.seed,
-        optim=Optimizer(lr=config.sft_lr, schedule="cosine", warmup=min(20, config.sft_steps - 1), floor=0.1),
+        optim=Optimizer(lr=config.sft_lr, schedule="cosine", warmup=max(0, min(20, config.sft_steps - 1)), floor=0.1),
     )  # fmt: skip
     if config.task == "sums":
         return made
