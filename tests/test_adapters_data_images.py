@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 
 import numpy as np
 import PIL.Image
@@ -80,12 +81,41 @@ def test_images_are_resized_once(folder, size):
     assert processor.media(seen).grid == wanted.grid
 
 
+def test_deep_images_keep_their_upper_bits():
+    ramp = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
+    for kind in ("PNG", "TIFF"):
+        seen = PIL.Image.open(io.BytesIO(images.read(encoded(PIL.Image.fromarray(ramp), kind)).data))
+        np.testing.assert_array_equal(np.asarray(seen)[..., 1], ramp >> 8)
+    with pytest.raises(ValueError, match="8 or 16 bits a channel, got 32"):
+        images.read(encoded(PIL.Image.fromarray(ramp.astype(np.float32)), "TIFF"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_damaged_files_are_one_error():
+    turned = PIL.Image.fromarray(pixels(9, 7)).getexif()
+    turned[images.ORIENTATION] = 6
+    turned[0x010E] = "words"
+    whole = [encoded(PIL.Image.fromarray(pixels(9, 7)), kind, exif=turned) for kind in ("JPEG", "PNG", "WEBP", "TIFF")]
+    rng, refused = np.random.default_rng(0), set()
+    for data in whole * 100:
+        at = max(0, data.find(b"MM\0*")) + rng.integers(0, 60)  # EXIF
+        try:
+            images.read(data[:at] + rng.bytes(2) + data[at + 2 :])
+        except ValueError as error:
+            assert str(error).startswith("images: ") and "\n" not in str(error)
+            refused.add(str(error))
+    assert any("EXIF is damaged" in words for words in refused)
+
+
 def test_errors_say_what_is_wrong(folder, tmp_path):
     data = encoded(PIL.Image.fromarray(pixels()))
     processor = images.load(folder)
+    os.mkfifo(tmp_path / "pipe")
     for source, words in [
         (b"text", "are no image"), (data[:300], "damaged"), ("http://127.0.0.1/a.png", "not fetched"),
         ("data:image/png,abc", "base64"), ("data:image/png;base64,a", "base64"), (tmp_path / "none", "cannot be read"),
+        (tmp_path, "regular file"), (tmp_path / "pipe", "regular file"), ("a\0b", "cannot be read"),
+        ("data:image/png;base64,é", "base64"),
         (3, "int"), ({"bytes": None}, "NoneType"), (b"", "are no image"),
         (encoded(PIL.Image.new("1", (1 << 13, 9000))), "smaller"),
         (encoded(PIL.Image.new("1", (1 << 14, 12000))), "bomb"),

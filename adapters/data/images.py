@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import io
 import json
 import os
+import stat
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,11 @@ MOST_PIXELS = 1 << 26
 MOST_BYTES = 1 << 26
 FILE = "preprocessor_config.json"
 ORIENTATION = 0x0112  # of EXIF
+# What Pillow raises for damaged files, in EXIF above all.
+DAMAGED = (
+    OSError, ValueError, SyntaxError, TypeError, AssertionError, LookupError, ArithmeticError, EOFError,
+    NotImplementedError, MemoryError, struct.error, zlib.error,
+)  # fmt: skip
 
 
 def read(source: Any) -> Image:
@@ -41,8 +48,8 @@ def read(source: Any) -> Image:
       The bytes as they are if they are an upright RGB image; else a PNG of it.
 
     Raises:
-      ValueError: it is no image of a known format, damaged, or of more than 2^26 pixels or bytes. Addresses other than
-        data URLs are not fetched.
+      ValueError: it is no image of a known format, damaged, of 32 bits a channel, or of more than 2^26 pixels or
+        bytes; a path is no regular file. Addresses other than data URLs are not fetched.
     """
     if isinstance(source, Image):
         return source
@@ -58,7 +65,7 @@ def read(source: Any) -> Image:
         data = bytes(source)
         opened = _opened(data)
         _decoded(opened)
-        if opened.format in FORMATS and opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1:
+        if opened.format in FORMATS and opened.mode == "RGB" and _orientation(opened) == 1:
             return Image(data)
         return _written(opened)
     if hasattr(source, "convert") and hasattr(source, "getexif"):
@@ -157,16 +164,19 @@ def _from_url(url: str) -> bytes:
         raise ValueError(f"images: a data URL must be data:image/...;base64,..., got {url!r:.80}")
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"images: a data URL must hold base64, got {error}") from None
+    except ValueError as error:
+        raise ValueError(f"images: a data URL must hold base64, got {url!r:.80}: {error}") from None
 
 
 def _from_file(path: Path) -> bytes:
+    shown = f"images: {str(path)!r:.200}"
     try:
-        with open(path, "rb") as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"images: {path} cannot be read: {error.strerror}") from None
+        if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            with open(path, "rb") as file:
+                return file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{shown} cannot be read: {getattr(error, 'strerror', error)}") from None
+    raise ValueError(f"{shown} must be a regular file")
 
 
 def _opened(data: bytes) -> PIL.Image.Image:
@@ -177,8 +187,10 @@ def _opened(data: bytes) -> PIL.Image.Image:
         raise ValueError(f"images: an image may have {MOST_BYTES:,} bytes, got {len(data):,} or more")
     try:
         opened = PIL.Image.open(io.BytesIO(data), formats=READABLE)
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}: {error}") from None
+    except PIL.UnidentifiedImageError:
+        raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}") from None
+    except (*DAMAGED, PIL.Image.DecompressionBombError) as error:
+        raise ValueError(f"images: {len(data):,} bytes cannot be read: {error}") from None
     if opened.width * opened.height > MOST_PIXELS:
         raise ValueError(
             f"images: an image may have {MOST_PIXELS:,} pixels, got {opened.width} x {opened.height}; make it smaller"
@@ -187,10 +199,29 @@ def _opened(data: bytes) -> PIL.Image.Image:
 
 
 def _decoded(opened: PIL.Image.Image) -> PIL.Image.Image:
+    """The image in RGB; of 16 bits the upper 8.
+
+    Raises:
+      ValueError: it is damaged, or has 32 bits a channel, whose range is not known.
+    """
+    import PIL.Image
+
+    if opened.mode in ("I", "F"):
+        raise ValueError(f"images: an image must have 8 or 16 bits a channel, got 32 (mode {opened.mode}); convert it")
     try:
+        if opened.mode.startswith("I;16"):  # Pillow's own conversion makes all above 255 white
+            opened = PIL.Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
         return opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+    except DAMAGED as error:
         raise ValueError(f"images: the image is damaged: {error}") from None
+
+
+def _orientation(opened: PIL.Image.Image) -> int:
+    """That of EXIF; 1 = upright."""
+    try:
+        return opened.getexif().get(ORIENTATION, 1)
+    except DAMAGED as error:
+        raise ValueError(f"images: the image's EXIF is damaged: {error}") from None
 
 
 def _written(opened: PIL.Image.Image) -> Image:
@@ -198,5 +229,9 @@ def _written(opened: PIL.Image.Image) -> Image:
     from PIL import ImageOps
 
     file = io.BytesIO()
-    _decoded(ImageOps.exif_transpose(opened)).save(file, "PNG")
+    try:
+        upright = ImageOps.exif_transpose(opened)
+    except DAMAGED as error:
+        raise ValueError(f"images: the image is damaged: {error}") from None
+    _decoded(upright).save(file, "PNG")
     return Image(file.getvalue())
