@@ -166,7 +166,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
     )  # fmt: skip
     if config.task == "sums":
         return made
-    return dataclasses.replace(made, init="checkpoint", **PICTURES)
+    return options.replaced(made, init="checkpoint", **PICTURES)
 
 
 def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:

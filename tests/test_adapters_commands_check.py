@@ -11,6 +11,7 @@ import tiny_families
 from areax import models
 from areax.adapters import cli, hf, safetensors, tokenizer
 from areax.adapters.commands import check, convert
+from areax.adapters.hf import reading
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ def test_a_model_with_different_outputs_fails_the_check(saved, monkeypatch):
         return models.config_from_hf(json.loads(honest(path).source) | {"rope_parameters": {"rope_theta": 3.0}})
 
     monkeypatch.setattr(hf, "read_config", misread)
+    monkeypatch.setattr(reading, "read_config", misread)
     report = check.check(saved, "torch", gradients=True)
     assert not report["ok"] and report["max_logit_diff"] > 1e-2 and report["max_gradient_diff"] > 1e-2
 

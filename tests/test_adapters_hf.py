@@ -18,6 +18,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.commands import convert
+from areax.adapters.hf import saving
 from areax.rollout.servers.labels import read_label
 from areax.rollout.weights import store
 
@@ -392,7 +393,7 @@ def test_a_checkpoint_is_replaced_atomically(saved, tmp_path, monkeypatch):
 
     to_tensors = hf.to_tensors
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "to_tensors", lambda *given: (to_tensors(*given)[0], fails(*to_tensors(*given))))
+        patch.setattr(saving, "to_tensors", lambda *given: (to_tensors(*given)[0], fails(*to_tensors(*given))))
         with pytest.raises(OSError, match="no space left"):
             hf.save(saved, config, params)
     assert contents(saved) == before and len(list(tmp_path.iterdir())) == 1

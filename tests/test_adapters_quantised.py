@@ -17,6 +17,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, quantised, safetensors
 from areax.adapters.commands import check, convert
+from areax.adapters.hf import placing
 from areax.adapters.torch import from_state_dict
 from areax.models import config_json
 from areax.parallel import mesh
@@ -125,8 +126,8 @@ def test_a_quantised_checkpoint_is_read_as_its_numbers_in_bfloat16(pairs, family
     coded, plain = pairs[family]
     stored = {tensor.dtype.name for tensor in safetensors.read(coded).values()}
     assert stored & {"float8_e4m3fn", "uint8"}
-    monkeypatch.setattr(hf, "PIECE", 1000)  # several of most tensors
-    monkeypatch.setattr(hf, "LARGE", 9000)
+    monkeypatch.setattr(placing, "PIECE", 1000)  # several of most tensors
+    monkeypatch.setattr(placing, "LARGE", 9000)
     for dtype in (None, "float32"):
         assert equal(hf.load(coded, dtype)[1], hf.load(plain, dtype)[1])
         assert equal(read(hf.mapped(coded, dtype)[1]), read(hf.mapped(plain, dtype)[1]))
@@ -139,7 +140,7 @@ def test_the_host_holds_a_piece_of_a_large_leaf(tmp_path, monkeypatch):
         params = hf.load(path)[1]
         leaf = max(x.nbytes for x in jax.tree.leaves(params))
         assert traced(lambda path=path: hf.load(path)) > leaf
-        monkeypatch.setattr(hf, "LARGE", leaf // 4 // 12)
+        monkeypatch.setattr(placing, "LARGE", leaf // 4 // 12)
         assert equal(hf.load(path)[1], params)
         assert traced(lambda path=path: hf.load(path)) < leaf // 2
         monkeypatch.undo()

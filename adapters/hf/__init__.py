@@ -1,0 +1,23 @@
+"""Loads and saves Hugging Face checkpoints of every family, driven by the families' parameter tables.
+
+Weights keep Hugging Face's orientation, so loading stacks the tensors of layers into leaves and saving splits them
+again; leaves may also be parts of fused tensors (`core.parts`). Leaves are read, and tensors written, one at a time;
+there is never a second copy of a model.
+"""
+
+from ...rollout.servers.labels import MANIFEST
+from .config_files import json_bytes, loaded_config, read_config, read_json, save_dtype
+from .lazy import Cast, Deferred, Mapped, cast
+from .manifests import compare, verify
+from .matching import HEADS, SCALAR, check_tensor, complaint, equal
+from .placing import on_host, place
+from .reading import check, from_tensors, load, mapped, mapped_mtp, mapped_tensors
+from .saving import manifest, save, write_published
+from .tensors import copied, host_copy, tensors_of, to_tensors
+
+__all__ = [
+    "HEADS", "MANIFEST", "SCALAR", "Cast", "Deferred", "Mapped", "cast", "check", "check_tensor", "compare",
+    "complaint", "copied", "equal", "from_tensors", "host_copy", "json_bytes", "load", "loaded_config", "manifest",
+    "mapped", "mapped_mtp", "mapped_tensors", "on_host", "place", "read_config", "read_json", "save", "save_dtype",
+    "tensors_of", "to_tensors", "verify", "write_published",
+]  # fmt: skip

@@ -1,0 +1,115 @@
+"""config.json and the other JSON files of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ... import models
+from ...models import config_json, wrappers
+from ...models.layers import score_head as heads
+from ...models.layers.score_head import ScoreHead
+from .. import safetensors
+from .. import tokenizer as tokenizers
+from ..runtime import passed
+from .matching import FLOATS, SCALAR, matched
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(value).__name__}; copy it again")
+    return value
+
+
+def json_bytes(value: dict) -> bytes:
+    """Serialises an object as `save` does."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def read_config(path: str | os.PathLike):
+    """The Config of a checkpoint directory; its stop tokens are those of config.json and generation_config.json, or if
+    neither has any, the tokenizer's.
+
+    Raises:
+      ValueError: the path is missing or not a directory, config.json is missing or malformed, or the architecture or
+        an option is not supported.
+    """
+    path, generation = Path(path), {}
+    if not path.exists():
+        raise ValueError(f"{path}: a checkpoint must be a directory that exists (`hf download` fetches one)")
+    if not path.is_dir():
+        raise ValueError(f"{path}: a checkpoint must be a directory, got a file; name the one that holds config.json")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: a checkpoint needs config.json, got none; is this the right directory?")
+    hf = read_json(path / "config.json")
+    try:
+        config = models.config_from_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{path}/{error}") from error
+    if (path / "generation_config.json").is_file():
+        generation = read_json(path / "generation_config.json")
+        config_json.check(generation, f"{path}/generation_config.json")
+    return dataclasses.replace(config, eos=stop_ids(config, generation, path))
+
+
+def stop_ids(config, generation: Mapping, path: Path) -> tuple[int, ...]:
+    """The tokens that end a completion: those of a model's two files, else those of the tokenizer in its folder.
+
+    SGLang takes the tokenizer's as well; without any no completion would ever end.
+    """
+    eos = generation.get("eos_token_id")
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if named := tuple(dict.fromkeys((*config.eos, *eos))):
+        return named
+    if not any((path / name).is_file() for name in tokenizers.FILES):
+        return ()
+    return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < config.vocab)
+
+
+def loaded_config(
+    path: str | os.PathLike, init_missing: Sequence[str] = (), score_head: ScoreHead = SCALAR, vision: bool = False
+):
+    """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
+    config = models.with_vision(read_config(path)) if vision else read_config(path)
+    config, *_ = matched(config, safetensors.read(path), str(path), init_missing, score_head)
+    return passed.loaded(config, path)
+
+
+def written_config(config, dtype: np.dtype) -> dict:
+    hf = models.config_to_hf(config)
+    dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
+    hf.pop("quantization_config", None)  # tensors are written as floats
+    if "text_config" in hf:
+        hf["text_config"] = hf["text_config"] | dtypes
+        hf["text_config"].pop("quantization_config", None)
+    if wrappers.wraps(config):
+        return hf | dtypes
+    causal = hf["architectures"][0]
+    if config.score_head:
+        hf |= heads.to_hf(config.score_head, json.loads(config.source), causal)
+    elif not config.prefix:
+        hf["architectures"] = [causal.replace("ForCausalLM", "Model")]
+    return hf | dtypes
+
+
+def save_dtype(config, params, dtype=None) -> np.dtype:
+    """The requested dtype, else that of the checkpoint the model came from, else of the parameters."""
+    source = wrappers.text(json.loads(config.source))
+    name = dtype or source.get("dtype") or source.get("torch_dtype") or jax.tree.leaves(params)[0].dtype
+    try:
+        known = jax.numpy.dtype(name)
+    except TypeError:
+        known = None
+    if known not in FLOATS:
+        raise ValueError(f"save: dtype must be one of {', '.join(sorted(str(d) for d in FLOATS))}, got {name}")
+    return known

@@ -1,0 +1,115 @@
+"""Parameters to checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import jax
+
+from ...models import wrappers
+from ...rollout.servers.labels import MANIFEST
+from .. import safetensors
+from .. import tokenizer as tokenizers
+from ..runtime import passed
+from ..runtime.atomic_dir import replacing
+from .config_files import json_bytes, read_json, save_dtype, stop_ids, written_config
+from .manifests import is_checkpoint, manifest_of
+from .tensors import to_tensors
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def save(
+    path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None,
+    like: str | os.PathLike | None = None, shard_bytes: int = safetensors.SHARD,
+    fused_experts: bool = False,
+) -> Path:  # fmt: skip
+    """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
+
+    Tensors that the model does not use (`config.rest`) and a processor's files are copied from the checkpoint that the
+    config was loaded from, bit for bit, to files of their own; the manifest has the tensors' hashes, too.
+
+    The directory is written atomically, by rename; an existing checkpoint is replaced, and kept if anything fails.
+    config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base, bytes,
+    tensors: {name: {dtype, shape, xxh3_128}}}`, with base null since all tensors are there. A config without stop
+    tokens is written with those of `base`'s generation_config.json, else with the tokenizer's.
+
+    Args:
+      params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written.
+      dtype: dtype of the tensors; None = that of the checkpoint the model came from, else of the parameters.
+      base: a checkpoint directory from which tokenizer and generation settings are copied, and the tensors of
+        `config.rest` if the one that they were in is gone.
+      tokenizer: a transformers tokenizer to save instead.
+      version: policy version, for published weights.
+      like: a directory on the same disk that was saved with the same `config.rest`: those files become hard links to
+        its files.
+      shard_bytes: as `safetensors.write`.
+      fused_experts: writes the experts of a layer as `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj`
+        [E, D, F], where the family has a tensor for each expert; transformers 5 and `load` read both.
+
+    If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
+    writes; the others return before the directory exists.
+
+    Raises:
+      ValueError: the path is a file or another kind of directory, the parameters do not match the config, or the
+        checkpoint with the tensors of `config.rest` is gone.
+    """
+    if base is not None and not Path(base).is_dir():
+        raise ValueError(f"save: base must be a checkpoint directory, got {base}")
+    dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
+    specs, arrays = to_tensors(config, params, dtype, fused_experts)
+    if jax.process_index() > 0:
+        for _ in arrays:
+            pass
+        return Path(path)
+    with replacing(path, is_checkpoint) as directory:
+        described = safetensors.write(
+            directory, specs, arrays, apart=rest, like=_written(like) if rest else None, shard_bytes=shard_bytes
+        )
+        passed.copy_files(config, base, directory)
+        generation: dict = {}
+        if base is not None:
+            if (Path(base) / "generation_config.json").is_file():
+                generation = read_json(Path(base) / "generation_config.json")
+            for name in TOKENIZER_FILES if tokenizer is None else ():
+                if (Path(base) / name).is_file():
+                    shutil.copyfile(Path(base) / name, directory / name)
+        if tokenizer is not None:
+            tokenizers.save(tokenizer, directory)
+        if not config.eos:
+            config = dataclasses.replace(config, eos=stop_ids(config, generation, directory))
+        hf = written_config(config, dtype)
+        if config.eos:
+            generation["eos_token_id"] = wrappers.text(hf)["eos_token_id"]
+        manifest = manifest_of(version, described)
+        for name, value in (("generation_config.json", generation), ("config.json", hf), (MANIFEST, manifest)):
+            safetensors.write_bytes(directory / name, json_bytes(value))
+    return Path(path)
+
+
+def manifest(config, params, dtype=None, version: int | None = None) -> dict:
+    """The manifest.json that `save` would write for these parameters alone, without writing anything."""
+    specs, arrays = to_tensors(config, params, save_dtype(config, params, dtype))
+    pairs = zip(specs.items(), arrays, strict=True)
+    hashed = lambda name, spec, x: {**safetensors.describe(name, spec), "xxh3_128": safetensors.digest(x)}
+    return manifest_of(version, {name: hashed(name, spec, x) for (name, spec), x in pairs})
+
+
+def write_published(
+    root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None, like=None
+) -> Path:
+    """`save` to `root/{version}`, as a version of a policy."""
+    if version < 0:
+        raise ValueError(f"write_published: version must be at least 0, got {version}")
+    return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version, like)
+
+
+def _written(like: str | os.PathLike | None) -> tuple[Path, dict] | None:
+    """(directory, tensors of its manifest) of `save`'s `like`."""
+    return None if like is None else (Path(like), read_json(Path(like) / MANIFEST)["tensors"])
