@@ -17,7 +17,7 @@ from areax.recipes.shared import evaluation, offline, rows, sources
 from areax.rollout.chat import images as chat_images
 from areax.rollout.chat import template
 
-FIRST, SECOND = vlm.png(9, 7, 1), vlm.png(12, 12, 2)  # 4 and 9 features
+FIRST, SECOND = vlm.png(8, 8, 1), vlm.png(12, 12, 2)  # 4 and 9 features
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PLACE = {"type": "image"}
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -216,7 +216,7 @@ def test_formats_keep_images():
         ({"prompt": "a <|image_pad|>"}, "got 1 for 0"),
         ({"messages": [user({"type": "video", "video": "a.mp4"})]}, "text or an image, got 'video'"),
         ({"prompt": "a", "image": "http://127.0.0.1/a.png"}, "not fetched"),
-        ({"prompt": "a", "image": "none.png"}, "none.png cannot be read"),
+        ({"prompt": "a", "image": "none.png"}, "none.png. cannot be read"),
     ],
 )  # fmt: skip
 def test_errors_say_what_is_wrong(tokens, processor, row, words):

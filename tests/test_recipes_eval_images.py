@@ -14,7 +14,7 @@ from areax.recipes import eval as evaluate
 from areax.rollout.chat import images as chat_images
 from areax.rollout.types import Sampling
 
-FIRST, SECOND = vlm.png(9, 7, 1), vlm.png(12, 12, 2)  # 4 and 9 features
+FIRST, SECOND = vlm.png(8, 8, 1), vlm.png(12, 12, 2)  # 4 and 9 features
 
 
 @pytest.mark.parametrize("workflow", ["single_turn", "multi_turn:multi_turn"])

@@ -12,7 +12,7 @@ from areax.rollout.chat.session import Session
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import multi_turn, single_turn
 
-FIRST, SECOND = vlm.png(9, 7, 1), vlm.png(12, 12, 2)  # 4 and 9 features
+FIRST, SECOND = vlm.png(8, 8, 1), vlm.png(12, 12, 2)  # 4 and 9 features
 END = 3  # <|im_end|>
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 

@@ -10,7 +10,7 @@ from areax.rollout import client
 from areax.rollout.servers import prefix_routing
 from areax.rollout.servers.image_tokens import Prompt
 
-FIRST, SECOND = vlm.png(9, 7, 1), vlm.png(12, 12, 2)  # 4 and 9 features
+FIRST, SECOND = vlm.png(8, 8, 1), vlm.png(12, 12, 2)  # 4 and 9 features
 SHORT = [2, vlm.START, vlm.IMAGE, vlm.END, 8, vlm.START, vlm.IMAGE, vlm.END, 9]
 LONG = [2, vlm.START, *[vlm.IMAGE] * 4, vlm.END, 8, vlm.START, *[vlm.IMAGE] * 9, vlm.END, 9]
 
