@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import os
+import sys
+import types
 
 import numpy as np
 import PIL.Image
@@ -11,6 +13,7 @@ import pytest
 from transformers import AutoImageProcessor
 
 from areax.adapters.data import images
+from areax.rollout.chat import images as chat_images
 from areax.rollout.types import Image
 
 IMAGE = 57
@@ -128,6 +131,48 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
         processor.count(images.read(PIL.Image.fromarray(pixels(600, 2))))
     with pytest.raises(ValueError, match="preprocessor_config.json"):
         images.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "written, words",
+    [
+        ("", "cannot be loaded"), ("[]", "cannot be loaded"),
+        ('{"image_processor_type": "CLIPImageProcessor"}', "patch_size of at least 1, got None"),
+        ({"merge_size": 0}, "merge_size of at least 1, got 0"), ({"patch_size": "a"}, "at least 1, got 'a'"),
+        ({"do_resize": False}, "refuses 37 x 52 pixels"), ({"image_mean": [1]}, "mean must have 3"),
+    ],
+)  # fmt: skip
+def test_damaged_processors_are_one_error_that_names_the_file(folder, tmp_path, written, words):
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": IMAGE}))
+    whole = json.loads((folder / images.FILE).read_text())
+    (tmp_path / images.FILE).write_text(written if isinstance(written, str) else json.dumps(whole | written))
+    with pytest.raises(ValueError, match=f"(?s){images.FILE}.*{words}"):
+        images.load(tmp_path).read(PIL.Image.fromarray(pixels()))
+
+
+def test_a_processor_has_the_sizes_of_the_tower(folder):
+    tower = types.SimpleNamespace(patch=4, merge=2, frames=2)
+    images.load(folder).check(tower)
+    for name, field in (("patch", "patch_size"), ("merge", "merge_size"), ("frames", "temporal_patch_size")):
+        with pytest.raises(ValueError, match=f"{images.FILE}: {field} must be 7, as in the vision tower"):
+            images.load(folder).check(types.SimpleNamespace(**{**vars(tower), name: 7}))
+
+
+def test_videos_and_a_missing_pillow_are_refused(folder, tmp_path, monkeypatch):
+    (tmp_path / images.FILE).write_bytes((folder / images.FILE).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": IMAGE, "video_token_id": 58}))
+    processor = images.load(tmp_path)
+    with pytest.raises(ValueError, match="no video token, id 58"):
+        processor.expanded([1, 58], [])
+    with pytest.raises(ValueError, match="no video token, id 58"):
+        chat_images.refuse([1, 58], processor)
+    assert images.load(folder).expanded([1, 58], []) == [1, 58]
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged or half-written JSON"):
+        images.of_model(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ValueError, match=r"pip install 'areax\[vision\]'"):
+        images.read(b"a")
 
 
 def test_a_model_of_text_has_no_processor(folder, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import json
 import os
 import stat
 import struct
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.vision import Media
+from ...models.vision import Media, Tower
 from ...rollout.types import Image
 from .. import tokenizer
+from ..hf import config_files
 from ..runtime import hub
 
 if TYPE_CHECKING:
@@ -78,19 +78,35 @@ class Processor:
 
     Attributes:
       token: id of the token that stands for a feature of an image.
+      video: that of a video, which no prompt may have; None = the model knows none.
     """
 
-    def __init__(self, folder: Path, token: int):
-        self.token, self._folder = token, folder
+    def __init__(self, folder: Path, token: int, video: int | None = None):
+        self.token, self.video, self._folder = token, video, folder
 
     @functools.cached_property
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor
 
+        where, named = self._folder / FILE, ("patch_size", "merge_size", "temporal_patch_size")
         try:
-            return AutoImageProcessor.from_pretrained(self._folder, backend="pil")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._folder / FILE}: cannot be loaded: {' '.join(str(error).split())}") from None
+            made = AutoImageProcessor.from_pretrained(self._folder, backend="pil")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}: cannot be loaded: {' '.join(str(error).split())}") from None
+        for name in named:
+            if not (type(value := getattr(made, name, None)) is int and value > 0):
+                raise ValueError(f"{where}: a processor of Qwen-VL has a {name} of at least 1, got {value!r:.80}")
+        return made
+
+    def check(self, tower: Tower) -> None:
+        """Raises ValueError unless patches are as large as those of the model's tower."""
+        own = {"patch_size": tower.patch, "merge_size": tower.merge, "temporal_patch_size": tower.frames}
+        for name, wanted in own.items():
+            if (value := getattr(self._processor, name)) != wanted:
+                raise ValueError(
+                    f"{self._folder / FILE}: {name} must be {wanted}, as in the vision tower of config.json, got "
+                    f"{value}"
+                )
 
     def read(self, source: Any) -> Image:
         """As the function `read`, in the size in which the model sees it: servers then need not resize it, which each
@@ -103,16 +119,20 @@ class Processor:
 
     def count(self, image: Image) -> int:
         """How many features an image has: so many tokens stand for it."""
-        width, height = _opened(image.data).size
+        processor, opened = self._processor, _opened(image.data)
         try:
-            patches = self._processor.get_number_of_image_patches(height, width, {})
+            patches = processor.get_number_of_image_patches(opened.height, opened.width, {})
         except ValueError as error:
-            raise ValueError(f"images: the model's processor refuses {width} x {height} pixels: {error}") from error
-        return patches // self._processor.merge_size**2
+            raise self._refused(opened, error) from error
+        return patches // processor.merge_size**2
 
     def media(self, image: Image) -> Media:
         """The image's patches, resized and normalised as the model's processor does."""
-        made = self._processor(images=[_decoded(_opened(image.data))], return_tensors="np")
+        processor, decoded = self._processor, _decoded(_opened(image.data))
+        try:
+            made = processor(images=[decoded], return_tensors="np")
+        except ValueError as error:
+            raise self._refused(decoded, error) from error
         [grid] = made["image_grid_thw"].tolist()
         return Media(np.asarray(made["pixel_values"], np.float32), tuple(grid))
 
@@ -120,13 +140,21 @@ class Processor:
         """Tokens as the model reads them: each image's one token, as templates write it, as often as it has features.
 
         Raises:
-          ValueError: there are more or fewer of these tokens than images.
+          ValueError: there are more or fewer of these tokens than images, or some that stand for videos.
         """
+        if self.video in tokens:
+            raise ValueError(
+                f"images: a prompt must have no video token, id {self.video}, got one; take it out of the text"
+            )
         found = sum(token == self.token for token in tokens)
         if found != len(images):
             raise ValueError(f"images: a prompt needs one image token for each image, got {found} for {len(images)}")
         counts = iter([self.count(image) for image in images])
         return [each for token in tokens for each in ([token] * next(counts) if token == self.token else [token])]
+
+    def _refused(self, opened: PIL.Image.Image, error: ValueError) -> ValueError:
+        size = f"{opened.width} x {opened.height} pixels"
+        return ValueError(f"images: the model's processor ({self._folder / FILE}) refuses {size}: {error}")
 
 
 def load(path: str | Path) -> Processor:
@@ -138,24 +166,25 @@ def load(path: str | Path) -> Processor:
     folder = Path(hub.folder(path, needs=(FILE,)))
     if not (folder / FILE).is_file():
         raise ValueError(f"{path}: a model that reads images needs {FILE}, its image processor, got none")
-    token = _token(folder)
+    token, video = _tokens(folder)
     if type(token) is not int:
         raise ValueError(f"{path}: config.json names no image_token_id, got {token!r:.80}")
-    return Processor(folder, token)
+    return Processor(folder, token, video)
 
 
 def of_model(path: str | Path) -> Processor | None:
     """The image processor of a model, as `load`; None if it has none or names no image token: it reads only text."""
     folder = Path(hub.folder(path, needs=("config.json", *tokenizer.FILES)))  # of a text model, a copy is complete
-    if (folder / FILE).is_file() and type(token := _token(folder)) is int:
-        return Processor(folder, token)
+    if (folder / FILE).is_file() and type((tokens := _tokens(folder))[0]) is int:
+        return Processor(folder, *tokens)
     return None
 
 
-def _token(folder: Path) -> Any:
-    """The image token of config.json; None without one."""
+def _tokens(folder: Path) -> tuple[Any, Any]:
+    """The tokens of images and videos in config.json; None without them."""
     config = folder / "config.json"
-    return json.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
+    source = config_files.read_json(config) if config.is_file() else {}
+    return source.get("image_token_id"), source.get("video_token_id")
 
 
 def _from_url(url: str) -> bytes:
@@ -181,8 +210,10 @@ def _from_file(path: Path) -> bytes:
 
 def _opened(data: bytes) -> PIL.Image.Image:
     """The image, whose pixels are not decoded yet."""
-    import PIL.Image
-
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise ValueError(f"images: they need Pillow ({error}); pip install 'areax[vision]'") from None
     if len(data) > MOST_BYTES:
         raise ValueError(f"images: an image may have {MOST_BYTES:,} bytes, got {len(data):,} or more")
     try:
