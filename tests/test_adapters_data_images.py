@@ -114,9 +114,11 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
     data = encoded(PIL.Image.fromarray(pixels()))
     processor = images.load(folder)
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "cut.png").write_bytes(data[:300])
     for source, words in [
         (b"text", "are no image"), (data[:300], "damaged"), ("http://127.0.0.1/a.png", "not fetched"),
         ("data:image/png,abc", "base64"), ("data:image/png;base64,a", "base64"), (tmp_path / "none", "cannot be read"),
+        (tmp_path / "cut.png", "cut.png': the image is damaged"),
         (tmp_path, "regular file"), (tmp_path / "pipe", "regular file"), ("a\0b", "cannot be read"),
         ("data:image/png;base64,é", "base64"),
         (3, "int"), ({"bytes": None}, "NoneType"), (b"", "are no image"),

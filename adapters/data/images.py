@@ -60,7 +60,11 @@ def read(source: Any) -> Image:
     elif isinstance(source, str) and "://" in source[:16]:
         raise ValueError(f"images: addresses are not fetched, got {source!r:.80}; send the image as a data URL")
     elif isinstance(source, str | os.PathLike):
-        source = _from_file(Path(source))
+        try:
+            return read(_from_file(Path(source)))
+        except ValueError as error:
+            words = str(error).removeprefix("images: ")
+            raise ValueError(f"images: {str(source)!r:.200}: {words}") from None
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         opened = _opened(data)
@@ -198,14 +202,13 @@ def _from_url(url: str) -> bytes:
 
 
 def _from_file(path: Path) -> bytes:
-    shown = f"images: {str(path)!r:.200}"
     try:
         if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
             with open(path, "rb") as file:
                 return file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{shown} cannot be read: {getattr(error, 'strerror', error)}") from None
-    raise ValueError(f"{shown} must be a regular file")
+        raise ValueError(f"cannot be read: {getattr(error, 'strerror', error)}") from None
+    raise ValueError("must be a regular file")
 
 
 def _opened(data: bytes) -> PIL.Image.Image:
