@@ -68,8 +68,8 @@ def read(source: Any) -> Image:
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         opened = _opened(data)
-        _decoded(opened)
         if opened.format in FORMATS and opened.mode == "RGB" and _orientation(opened) == 1:
+            _decoded(opened)
             return Image(data)
         return _written(opened)
     if hasattr(source, "convert") and hasattr(source, "getexif"):
