@@ -37,6 +37,7 @@ MODEL = {
 }  # fmt: skip
 DEMONSTRATIONS = 1 << 16
 TASKS = {"sums": arithmetic, "shapes": shapes}
+STEPS = {"sums": (1000, 100), "shapes": (500, 50)}  # of the two stages
 # With pictures: rows of five samples, of which a microbatch has 256.
 PICTURES = {"vision": "trained", "length": 136, "rows": 56, "run": models.Run(remat="none")}
 CONTROLS = {"shuffled": 0.6, "frozen": 0.6, "pictures": 0.45}  # accuracy that each must stay below
@@ -53,8 +54,8 @@ class Config:
       split: seed of the split of problems into training, development and held-out rows.
       rows: rows to evaluate: "heldout", or "dev" while choosing settings.
       eta: maximum staleness in versions (0 = synchronous): from admitting a group to training on it.
-      sft_steps: steps of the SFT stage.
-      rl_steps: batches of the GRPO stage.
+      sft_steps: steps of the SFT stage; 0 = 1,000, or 500 with pictures.
+      rl_steps: batches of the GRPO stage; 0 = 100, or 50 with pictures.
       sft_lr: learning rate of the SFT stage.
       rl_lr: learning rate of the GRPO stage.
       error_rate: share of demonstrations in which the teacher errs where it can.
@@ -68,8 +69,8 @@ class Config:
     split: int = 0
     rows: str = "heldout"
     eta: int = 1
-    sft_steps: int = 1000
-    rl_steps: int = 100
+    sft_steps: int = 0
+    rl_steps: int = 0
     sft_lr: float = 3e-3
     rl_lr: float = 2e-4
     error_rate: float = 0.7
@@ -81,8 +82,8 @@ class Config:
             ("seed", self.seed >= 0, "at least 0"),
             ("split", self.split >= 0, "at least 0"),
             ("eta", self.eta >= 0, "at least 0"),
-            ("sft_steps", self.sft_steps >= 1, "at least 1"),
-            ("rl_steps", self.rl_steps >= 1, "at least 1"),
+            ("sft_steps", self.sft_steps >= 0, "at least 0"),
+            ("rl_steps", self.rl_steps >= 0, "at least 0"),
             ("error_rate", 0 <= self.error_rate <= 1, "from 0 to 1"),
         ):
             if not holds:
@@ -93,6 +94,9 @@ def main(config: Config) -> int:
     """Runs the stages and prints the results; returns the exit code, 1 if a control improved, 130 if it was stopped."""
     notebook.refuse_running_loop(config)
     began = time.monotonic()
+    steps = zip((config.sft_steps, config.rl_steps), STEPS[config.task], strict=True)
+    sft_steps, rl_steps = (given or usual for given, usual in steps)
+    config = dataclasses.replace(config, sft_steps=sft_steps, rl_steps=rl_steps)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     heldout = write_data(config, out)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.learning
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """That of the demo, which has run."""
-    made = demo.Config(task="shapes", out=str(tmp_path_factory.mktemp("shapes")), sft_steps=700, rl_steps=50)
+    made = demo.Config(task="shapes", out=str(tmp_path_factory.mktemp("shapes")))
     assert demo.main(made) == 0
     return made
 

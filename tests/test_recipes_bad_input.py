@@ -470,7 +470,7 @@ def test_the_command_itself_is_as_quick(place, command, message):
         ("--rows train", "--rows must be heldout or dev, got train"),
         ("--seed -1", "--seed must be at least 0, got -1"),
         ("--eta -1", "--eta must be at least 0, got -1"),
-        ("--sft-steps 0", "--sft-steps must be at least 1, got 0"),
+        ("--sft-steps -1", "--sft-steps must be at least 0, got -1"),
         ("--error-rate 2", "--error-rate must be from 0 to 1, got 2.0"),
         ("--sft-lr nan", "--sft-lr must be a number, got nan"),
     ],

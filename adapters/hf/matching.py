@@ -107,9 +107,10 @@ def _is_turned(leaf: param.Leaf) -> bool:
 
 def _turned_back(tensors: Mapping[str, np.ndarray], stored: Mapping[str, tuple]) -> Mapping[str, np.ndarray]:
     """The tensors with those of these keys and shapes as checkpoints have them, if they are as in transformers'
-    modules, whose last two axes are the other way round: then all are, as one tells whose two axes differ."""
+    modules, whose last two axes are the other way round: those whose two axes differ tell."""
     there = {key: tuple(tensors[key].shape) for key in stored if key in tensors}
-    if not any(shape != stored[key] and shape == _swapped(stored[key]) for key, shape in there.items()):
+    telling = [key for key in there if stored[key] != _swapped(stored[key])]
+    if not telling or any(there[key] != _swapped(stored[key]) for key in telling):
         return tensors
     return {key: x.swapaxes(-1, -2) if key in there else x for key, x in tensors.items()}
 
