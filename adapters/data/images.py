@@ -255,7 +255,7 @@ def _orientation(opened: PIL.Image.Image) -> int:
     try:
         return opened.getexif().get(ORIENTATION, 1)
     except DAMAGED as error:
-        raise ValueError(f"images: the image's EXIF is damaged: {error}") from None
+        raise ValueError(f"images: the image is damaged: {error}") from None
 
 
 def _written(opened: PIL.Image.Image) -> Image:
