@@ -216,7 +216,7 @@ def test_formats_keep_images():
         ({"prompt": "a <|image_pad|>"}, "got 1 for 0"),
         ({"messages": [user({"type": "video", "video": "a.mp4"})]}, "text or an image, got 'video'"),
         ({"prompt": "a", "image": "http://127.0.0.1/a.png"}, "not fetched"),
-        ({"prompt": "a", "image": "none.png"}, "none.png' cannot be read"),
+        ({"prompt": "a", "image": "none.png"}, "none.png.: cannot be read"),
     ],
 )  # fmt: skip
 def test_errors_say_what_is_wrong(tokens, processor, row, words):

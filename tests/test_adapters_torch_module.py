@@ -356,6 +356,9 @@ HALF[:, 8:] = 0
     [
         (dict(input_ids=IDS[0]), r"input_ids: must be \[rows, tokens\], got \[12\]"),
         (dict(input_ids=IDS + 1), "input_ids: tokens must be in the vocabulary of 32, got 32"),
+        (dict(input_ids=IDS[:0]), r"input_ids: must have a row and a token, got \[0, 12\]"),
+        (dict(input_ids=IDS + 2**32), "input_ids: must be 32-bit integers, got 42949"),
+        (dict(labels=IDS + 2**32), "labels: must be 32-bit integers, got 42949"),
         (dict(labels=IDS - 1), "labels: tokens must be in the vocabulary of 32, got -1"),
         (dict(attention_mask=LATE), "attention_mask: zeros must be padding at one end of a row, got some between"),
         (dict(attention_mask=ONES[:, None]), r"attention_mask: must be \[2, 12\] as input_ids, got \[2, 1, 12\]"),
@@ -368,6 +371,32 @@ HALF[:, 8:] = 0
 def test_wrong_rows_are_refused(given, words):
     with pytest.raises(ValueError, match=words):
         loaded()(**dict(input_ids=IDS) | given)
+
+
+def test_a_tied_head_stays_tied():
+    """Whatever replaces tensors: state dicts would otherwise keep a head that does not train."""
+    model, state = loaded(), {name: x.clone() for name, x in transformer("qwen3").state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        assert one.lm_head.weight is one.model.embed_tokens.weight
+        tensors = {x.data_ptr() for x in one.parameters()}
+        assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params(one))} < tensors  # none is copied
+    changed = {name: x * 1.5 for name, x in model.named_parameters()}
+    wanted = torch.func.functional_call(copy.deepcopy(transformer("qwen3")), changed, (IDS,)).logits
+    assert_close(torch.func.functional_call(model, changed, (IDS,)).logits, wanted)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    with pytest.raises(ValueError, match="lm_head.weight and model.embed_tokens.weight must be one parameter"):
+        model(IDS)
+
+
+def test_torch_can_compute_again_what_a_backward_pass_needs():
+    model, theirs = loaded(), transformer("qwen3")
+    theirs.zero_grad()
+    again = torch.utils.checkpoint.checkpoint(lambda ids: model(ids, labels=ids).loss, IDS, use_reentrant=False)
+    again.backward()
+    theirs(IDS, labels=IDS).loss.backward()
+    assert_close(model.get_parameter(QUERY).grad, theirs.get_parameter(QUERY).grad)
 
 
 def test_it_runs_compiled_pickled_and_without_autograd(tmp_path):
@@ -394,6 +423,10 @@ def test_what_jax_cannot_take_is_refused():
         loaded().to("meta")(IDS)
     with pytest.raises(ValueError, match="torch.float64 need .*x64.*, JAX has float32"):
         loaded().double()(IDS)
+    mixed = loaded()
+    mixed.get_submodule("model.layers.1").bfloat16()
+    with pytest.raises(ValueError, match="must have one dtype, got .'torch.bfloat16', 'torch.float32'"):
+        mixed(IDS)
     config = models.config_from_hf(transformer("qwen3").config.to_dict())
     with pytest.raises(ValueError, match="neither a vision tower nor a score head"):
         Model(dataclasses.replace(config, score_head=models.ScoreHead()), {})

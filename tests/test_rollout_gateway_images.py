@@ -7,8 +7,10 @@ import asyncio
 import base64
 import json
 import sys
+import threading
 
 import anthropic
+import httpx
 import openai
 import pytest
 import vlm
@@ -166,12 +168,10 @@ def test_what_is_no_image_is_refused(model, part, words):
 def test_limits_and_models_of_text(model):
     async def refused(gateway, key, session, engine):
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
-            for count, words in ((1, "this model reads no images"), (257, "must have at most 256 images")):
-                part = {"type": "image_url", "image_url": {"url": url(FIRST)}}
+            message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(FIRST)}}]}
+            for count, words in ((1, "this model reads no images"), (257, "must have at most 256 images, got 257")):
                 with pytest.raises(openai.BadRequestError, match=words):
-                    await client.chat.completions.create(
-                        model="m", messages=[{"role": "user", "content": [part] * count}]
-                    )
+                    await client.chat.completions.create(model="m", messages=[message] * count)
         async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=0) as client:
             block = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}}
             with pytest.raises(anthropic.BadRequestError, match="needs a source of base64 data"):
@@ -190,6 +190,24 @@ def test_limits_and_models_of_text(model):
         assert not engine.asked
 
     served(model, written)
+
+
+def test_images_are_read_beside_the_event_loop(model, monkeypatch):
+    """Even a small file may have many pixels; escapes in the request may hide its name."""
+    part = {"type": "image_url", "image_url": {"url": url(FIRST)}}
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).replace("image", "im\\u0061ge")
+    read, threads = images.Processor.read, set()
+    monkeypatch.setattr(
+        images.Processor, "read", lambda self, source: threads.add(threading.get_ident()) or read(self, source)
+    )
+
+    async def asked(gateway, key, session, engine):
+        engine.says.append("a cat")
+        async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}) as client:
+            assert (await client.post("/v1/chat/completions", content=body)).status_code == 200
+
+    served(model, asked)
+    assert threads and threading.get_ident() not in threads
 
 
 PROGRAM = """

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import io
-import json
 import os
+import stat
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.vision import Media
+from ...models.vision import Media, Tower
 from ...rollout.types import Image
 from .. import tokenizer
+from ..hf import config_files
 from ..runtime import hub
 
 if TYPE_CHECKING:
@@ -28,6 +30,11 @@ MOST_PIXELS = 1 << 26
 MOST_BYTES = 1 << 26
 FILE = "preprocessor_config.json"
 ORIENTATION = 0x0112  # of EXIF
+# What Pillow raises for damaged files, in EXIF above all.
+DAMAGED = (
+    OSError, ValueError, SyntaxError, TypeError, AssertionError, LookupError, ArithmeticError, EOFError,
+    NotImplementedError, MemoryError, struct.error, zlib.error,
+)  # fmt: skip
 
 
 def read(source: Any) -> Image:
@@ -41,8 +48,8 @@ def read(source: Any) -> Image:
       The bytes as they are if they are an upright RGB image; else a PNG of it.
 
     Raises:
-      ValueError: it is no image of a known format, damaged, or of more than 2^26 pixels or bytes. Addresses other than
-        data URLs are not fetched.
+      ValueError: it is no image of a known format, damaged, of 32 bits a channel, or of more than 2^26 pixels or
+        bytes; a path is no regular file. Addresses other than data URLs are not fetched.
     """
     if isinstance(source, Image):
         return source
@@ -55,12 +62,16 @@ def read(source: Any) -> Image:
             f"images: addresses are not fetched, got {source!r:.80}; give a data URL, or in rows a file's path"
         )
     elif isinstance(source, str | os.PathLike):
-        source = _from_file(Path(source))
+        try:
+            return read(_from_file(Path(source)))
+        except ValueError as error:
+            words = str(error).removeprefix("images: ")
+            raise ValueError(f"images: {str(source)!r:.200}: {words}") from None
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         opened = _opened(data)
-        _decoded(opened)
-        if opened.format in FORMATS and opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1:
+        if opened.format in FORMATS and opened.mode == "RGB" and _orientation(opened) == 1:
+            _decoded(opened)
             return Image(data)
         return _written(opened)
     if hasattr(source, "convert") and hasattr(source, "getexif"):
@@ -73,24 +84,42 @@ class Processor:
 
     Attributes:
       token: id of the token that stands for a feature of an image.
+      video: that of a video, which no prompt may have; None = the model knows none.
     """
 
-    def __init__(self, folder: Path, token: int):
-        self.token, self._folder = token, folder
+    def __init__(self, folder: Path, token: int, video: int | None = None, resizes: bool = True):
+        self.token, self.video, self._folder, self._resizes = token, video, folder, resizes
 
     @functools.cached_property
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor
 
+        where, named = self._folder / FILE, ("patch_size", "merge_size", "temporal_patch_size")
         try:
-            return AutoImageProcessor.from_pretrained(self._folder, backend="pil")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._folder / FILE}: cannot be loaded: {' '.join(str(error).split())}") from None
+            made = AutoImageProcessor.from_pretrained(self._folder, backend="pil")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}: cannot be loaded: {' '.join(str(error).split())}") from None
+        for name in named:
+            if not (type(value := getattr(made, name, None)) is int and value > 0):
+                raise ValueError(f"{where}: a processor of Qwen-VL has a {name} of at least 1, got {value!r:.80}")
+        return made
+
+    def check(self, tower: Tower) -> None:
+        """Raises ValueError unless patches are as large as those of the model's tower."""
+        own = {"patch_size": tower.patch, "merge_size": tower.merge, "temporal_patch_size": tower.frames}
+        for name, wanted in own.items():
+            if (value := getattr(self._processor, name)) != wanted:
+                raise ValueError(
+                    f"{self._folder / FILE}: {name} must be {wanted}, as in the vision tower of config.json, got "
+                    f"{value}"
+                )
 
     def read(self, source: Any) -> Image:
         """As the function `read`, in the size in which the model sees it: servers then need not resize it, which each
         image library does a little differently."""
         image = read(source)
+        if not self._resizes:
+            return image
         _, rows, columns = self.media(image).grid
         size = columns * self._processor.patch_size, rows * self._processor.patch_size
         opened = _opened(image.data)
@@ -98,20 +127,24 @@ class Processor:
 
     def as_given(self) -> Processor:
         """The same, whose `read` leaves images in their size: many times faster, where no server gets them."""
-        return _AsGiven(self._folder, self.token)
+        return Processor(self._folder, self.token, self.video, resizes=False)
 
     def count(self, image: Image) -> int:
         """How many features an image has: so many tokens stand for it."""
-        width, height = _opened(image.data).size
+        processor, opened = self._processor, _opened(image.data)
         try:
-            patches = self._processor.get_number_of_image_patches(height, width, {})
+            patches = processor.get_number_of_image_patches(opened.height, opened.width, {})
         except ValueError as error:
-            raise ValueError(f"images: the model's processor refuses {width} x {height} pixels: {error}") from error
-        return patches // self._processor.merge_size**2
+            raise self._refused(opened, error) from error
+        return patches // processor.merge_size**2
 
     def media(self, image: Image) -> Media:
         """The image's patches, resized and normalised as the model's processor does."""
-        made = self._processor(images=[_decoded(_opened(image.data))], return_tensors="np")
+        processor, decoded = self._processor, _decoded(_opened(image.data))
+        try:
+            made = processor(images=[decoded], return_tensors="np")
+        except ValueError as error:
+            raise self._refused(decoded, error) from error
         [grid] = made["image_grid_thw"].tolist()
         return Media(np.asarray(made["pixel_values"], np.float32), tuple(grid))
 
@@ -119,8 +152,12 @@ class Processor:
         """Tokens as the model reads them: each image's one token, as templates write it, as often as it has features.
 
         Raises:
-          ValueError: there are more or fewer of these tokens than images.
+          ValueError: there are more or fewer of these tokens than images, or some that stand for videos.
         """
+        if self.video in tokens:
+            raise ValueError(
+                f"images: a prompt must have no video token, id {self.video}, got one; take it out of the text"
+            )
         found = sum(token == self.token for token in tokens)
         if found != len(images):
             raise ValueError(
@@ -130,10 +167,9 @@ class Processor:
         counts = iter([self.count(image) for image in images])
         return [each for token in tokens for each in ([token] * next(counts) if token == self.token else [token])]
 
-
-class _AsGiven(Processor):
-    def read(self, source: Any) -> Image:
-        return read(source)
+    def _refused(self, opened: PIL.Image.Image, error: ValueError) -> ValueError:
+        size = f"{opened.width} x {opened.height} pixels"
+        return ValueError(f"images: the model's processor ({self._folder / FILE}) refuses {size}: {error}")
 
 
 def load(path: str | Path) -> Processor:
@@ -145,24 +181,25 @@ def load(path: str | Path) -> Processor:
     folder = Path(hub.folder(path, needs=(FILE,)))
     if not (folder / FILE).is_file():
         raise ValueError(f"{path}: a model that reads images needs {FILE}, its image processor, got none")
-    token = _token(folder)
+    token, video = _tokens(folder)
     if type(token) is not int:
         raise ValueError(f"{path}: config.json names no image_token_id, got {token!r:.80}")
-    return Processor(folder, token)
+    return Processor(folder, token, video)
 
 
 def of_model(path: str | Path) -> Processor | None:
     """The image processor of a model, as `load`; None if it has none or names no image token: it reads only text."""
     folder = Path(hub.folder(path, needs=("config.json", *tokenizer.FILES)))  # of a text model, a copy is complete
-    if (folder / FILE).is_file() and type(token := _token(folder)) is int:
-        return Processor(folder, token)
+    if (folder / FILE).is_file() and type((tokens := _tokens(folder))[0]) is int:
+        return Processor(folder, *tokens)
     return None
 
 
-def _token(folder: Path) -> Any:
-    """The image token of config.json; None without one."""
+def _tokens(folder: Path) -> tuple[Any, Any]:
+    """The tokens of images and videos in config.json; None without them."""
     config = folder / "config.json"
-    return json.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
+    source = config_files.read_json(config) if config.is_file() else {}
+    return source.get("image_token_id"), source.get("video_token_id")
 
 
 def _from_url(url: str) -> bytes:
@@ -171,32 +208,35 @@ def _from_url(url: str) -> bytes:
         raise ValueError(f"images: a data URL must be data:image/...;base64,..., got {url!r:.80}")
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"images: a data URL must hold base64, got {error}") from None
+    except ValueError as error:
+        raise ValueError(f"images: a data URL must hold base64, got {url!r:.80}: {error}") from None
 
 
 def _from_file(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(
-            f"images: {str(path)!r:.80} cannot be read: {error.strerror}; give a file's path, or a data URL"
-        ) from None
+        if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            with open(path, "rb") as file:
+                return file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise ValueError(f"cannot be read: {why}; give a file's path, or a data URL") from None
+    raise ValueError("must be a regular file")
 
 
 def _opened(data: bytes) -> PIL.Image.Image:
     """The image, whose pixels are not decoded yet."""
-    import PIL.Image
-
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise ValueError(f"images: they need Pillow ({error}); pip install 'areax[vision]'") from None
     if len(data) > MOST_BYTES:
         raise ValueError(f"images: an image may have {MOST_BYTES:,} bytes, got {len(data):,} or more")
     try:
         opened = PIL.Image.open(io.BytesIO(data), formats=READABLE)
     except PIL.UnidentifiedImageError:  # its text is only the address of the bytes
         raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}") from None
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise ValueError(f"images: {len(data):,} bytes are no image of {', '.join(READABLE)}: {error}") from None
+    except (*DAMAGED, PIL.Image.DecompressionBombError) as error:
+        raise ValueError(f"images: {len(data):,} bytes cannot be read: {error}") from None
     if opened.width * opened.height > MOST_PIXELS:
         raise ValueError(
             f"images: an image may have {MOST_PIXELS:,} pixels, got {opened.width} x {opened.height}; make it smaller"
@@ -205,9 +245,28 @@ def _opened(data: bytes) -> PIL.Image.Image:
 
 
 def _decoded(opened: PIL.Image.Image) -> PIL.Image.Image:
+    """The image in RGB; of 16 bits the upper 8.
+
+    Raises:
+      ValueError: it is damaged, or has 32 bits a channel, whose range is not known.
+    """
+    import PIL.Image
+
+    if opened.mode in ("I", "F"):
+        raise ValueError(f"images: an image must have 8 or 16 bits a channel, got 32 (mode {opened.mode}); convert it")
     try:
+        if opened.mode.startswith("I;16"):  # Pillow's own conversion makes all above 255 white
+            opened = PIL.Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
         return opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+    except DAMAGED as error:
+        raise ValueError(f"images: the image is damaged: {error}") from None
+
+
+def _orientation(opened: PIL.Image.Image) -> int:
+    """That of EXIF; 1 = upright."""
+    try:
+        return opened.getexif().get(ORIENTATION, 1)
+    except DAMAGED as error:
         raise ValueError(f"images: the image is damaged: {error}") from None
 
 
@@ -216,5 +275,9 @@ def _written(opened: PIL.Image.Image) -> Image:
     from PIL import ImageOps
 
     file = io.BytesIO()
-    _decoded(ImageOps.exif_transpose(opened)).save(file, "PNG", compress_level=1)  # 6 takes five times as long
+    try:
+        upright = ImageOps.exif_transpose(opened)
+    except DAMAGED as error:
+        raise ValueError(f"images: the image is damaged: {error}") from None
+    _decoded(upright).save(file, "PNG", compress_level=1)  # 6 takes five times as long
     return Image(file.getvalue())

@@ -43,7 +43,8 @@ def arrays(shapes: Sequence[Shape], tensors: Sequence[torch.Tensor]) -> list[jax
     """The tensors as arrays, [*shape, ...] for each shape: of the same memory where that is `laid_out`, else copies.
 
     Raises:
-      ValueError: they are on another kind of device than JAX computes on, or in a dtype that JAX does not have.
+      ValueError: they are on another kind of device than JAX computes on, in a dtype that JAX does not have, or those
+        of one array in several.
     """
     return [_stacked(shape, group) for shape, group in zip(shapes, _grouped(shapes, tensors), strict=True)]
 
@@ -60,6 +61,8 @@ def _stacked(shape: Shape, tensors: Sequence[torch.Tensor]) -> jax.Array:
             f"torch's parameters must be where JAX computes, got {first.device.type} and {jax.default_backend()}; move "
             "the model, or set JAX_PLATFORMS"
         )
+    if len(dtypes := {str(x.dtype) for x in tensors}) > 1:
+        raise ValueError(f"torch's parameters that are one stack of layers must have one dtype, got {sorted(dtypes)}")
     if laid_out(tensors):
         whole = first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
     else:
@@ -152,9 +155,9 @@ class _Function(torch.autograd.Function):
     def backward(ctx, cotangent):
         if torch.is_grad_enabled():
             raise RuntimeError("Model: gradients cannot be differentiated again, got create_graph=True; leave it out")
-        count = sum(map(len, ctx.needed))
-        weights = arrays(ctx.shapes, ctx.saved_tensors[:count])
-        own = [jax.dlpack.from_dlpack(x) for x in ctx.saved_tensors[count:]]
+        count, saved = sum(map(len, ctx.needed)), ctx.saved_tensors  # once: torch's checkpoint recomputes them
+        weights = arrays(ctx.shapes, saved[:count])
+        own = [jax.dlpack.from_dlpack(x) for x in saved[count:]]
         residuals = dataclasses.replace(ctx.residuals, own=own)
         cotangent = jax.dlpack.from_dlpack(cotangent.contiguous())
         found = dict(zip(ctx.trained, _programs(ctx.function).pulled(weights, residuals, cotangent), strict=True))

@@ -57,8 +57,9 @@ class Model(torch.nn.Module):
             for name, x in zip(group.names, stored, strict=False):
                 _set(self, name, torch.nn.Parameter(x) if group.trainable else x)
         if config.tied:
-            _set(self, wrappers.head(inside), self.get_parameter(f"{inside.prefix}embed_tokens.weight"))
+            _tie(self)
             self.register_state_dict_post_hook(_copy_head)
+        self.register_load_state_dict_post_hook(_loaded)
         self._place()
 
     @torch.compiler.disable  # JAX compiles it
@@ -112,9 +113,16 @@ class Model(torch.nn.Module):
         return function.apply(of(self.settings, self.run), shapes, tensors, rows)
 
     def _apply(self, fn, recurse=True):  # torch's, for `to`, `bfloat16` and the like, which give tensors new memory
+        tied = _is_tied(self)
         super()._apply(fn, recurse)
+        if tied:  # torch may have made two new parameters of it
+            _tie(self)
         self._place()
         return self
+
+    def __setstate__(self, state):  # of a copy, whose tensors have memory of their own
+        super().__setstate__(state)
+        self._place()
 
     def _place(self) -> None:
         """Moves the tensors of each array to where JAX reads them without a copy."""
@@ -170,6 +178,10 @@ def _groups(config) -> list[_Group]:
 
 def _weights(model: Model) -> tuple[list[tuple[int, ...]], list[torch.Tensor]]:
     groups = _groups(model.settings)
+    if model.settings.tied and not _is_tied(model):
+        raise ValueError(
+            f"Model: {' and '.join(_tied(model))} must be one parameter, as config.json ties them, got two"
+        )
     return [group.shape for group in groups], [_get(model, name) for group in groups for name in group.names]
 
 
@@ -240,8 +252,31 @@ def _get(module: torch.nn.Module, name: str) -> torch.Tensor:
     return getattr(module.get_submodule(path), last)
 
 
+def _tied(model: Model) -> tuple[str, str]:
+    """The names of a tied head and of the embeddings."""
+    inside = _in_module(model.settings)
+    return wrappers.head(inside), f"{inside.prefix}embed_tokens.weight"
+
+
+def _is_tied(model: Model) -> bool:
+    head, embed = _tied(model)
+    return _get(model, head) is _get(model, embed)
+
+
+def _tie(model: Model) -> None:
+    head, embed = _tied(model)
+    _set(model, head, model.get_parameter(embed))
+
+
+def _loaded(model: Model, _) -> None:
+    """Ties the head again, and places tensors, that `load_state_dict(..., assign=True)` has replaced."""
+    if model.settings.tied:
+        _tie(model)
+    model._place()
+
+
 def _copy_head(model: Model, state: dict, prefix: str, _) -> None:
     """Gives a tied head in a state dict memory of its own: safetensors, which Trainer saves with, refuses to share."""
-    name = prefix + wrappers.head(_in_module(model.settings))
+    name = prefix + _tied(model)[0]
     if not isinstance(state[name], torch.nn.Parameter):
         state[name] = state[name].clone()

@@ -43,12 +43,14 @@ def read(
     """The rows of a call of `module.Model`, whose arguments these are.
 
     Raises:
-      ValueError: shapes differ; a token is not in the vocabulary; a mask is not padding on one side; there are both a
-        mask and segments; labels of padding are not -100.
+      ValueError: shapes differ; there is no token; a number does not fit in 32 bits; a token is not in the vocabulary;
+        a mask is not padding on one side; there are both a mask and segments; labels of padding are not -100.
     """
     token_BT = _array("input_ids", input_ids, None)
     if token_BT.ndim != 2:
         raise ValueError(f"input_ids: must be [rows, tokens], got {list(token_BT.shape)}")
+    if not token_BT.size:
+        raise ValueError(f"input_ids: must have a row and a token, got {list(token_BT.shape)}")
     _check_vocabulary("input_ids", token_BT, vocabulary)
     position_BT = _array("position_ids", position_ids, token_BT.shape)
     segment_BT = _array("segment_ids", segment_ids, token_BT.shape)
@@ -76,7 +78,10 @@ def _array(name: str, tensor: Tensor | None, shape: tuple[int, ...] | None) -> A
         raise ValueError(f"{name}: must be {list(shape)} as input_ids, got {list(x.shape)}")
     if x.dtype.kind not in "iub":
         raise ValueError(f"{name}: must hold integers, got {tensor.dtype}")
-    return x.astype(np.int32)
+    made = x.astype(np.int32)
+    if (wrong := made != x).any():
+        raise ValueError(f"{name}: must be 32-bit integers, got {x[wrong][0]}")
+    return made
 
 
 def _check_vocabulary(name: str, x: np.ndarray, vocabulary: int) -> None:

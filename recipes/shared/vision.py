@@ -69,11 +69,13 @@ def reader(model: str, settings, dtype: str | None, mesh) -> Reader | None:
     """The Reader of a model that was loaded with its tower; None without one.
 
     Raises:
-      ValueError: the model has no image processor.
+      ValueError: the model has no image processor, or one for other patches than its tower's.
     """
     if settings.vision is None:
         return None
-    return Reader(images.load(model), settings.vision, dtype or "float32", mesh.shape["cp"])
+    processor = images.load(model)
+    processor.check(settings.vision)
+    return Reader(processor, settings.vision, dtype or "float32", mesh.shape["cp"])
 
 
 def of(samples: Iterable[Sample]) -> Images:

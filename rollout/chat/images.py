@@ -29,6 +29,10 @@ class Processor(Hashable, Protocol):
     def token(self) -> int:
         """The id of the token that stands for a feature of an image."""
 
+    @property
+    def video(self) -> int | None:
+        """That of a video; None = the model knows none."""
+
     def read(self, source: Any) -> Image:
         """An image; raises ValueError for what is none."""
 
@@ -133,7 +137,10 @@ def read(messages: Sequence[Message], processor: Processor | None) -> list[dict[
     """
     if processor is None:
         if within(messages):
-            raise ValueError("this model reads no images, got a message with one; leave it out, or take another model")
+            raise ValueError(
+                "this model reads no images, got a message with one; leave it out, or take a model with a vision tower "
+                "and its preprocessor_config.json"
+            )
         return [dict(message) for message in messages]
     read = lambda content: [_read(part, processor) for part in content] if isinstance(content, list) else content
     return [{name: read(x) if name == "content" else x for name, x in message.items()} for message in messages]
@@ -154,9 +161,10 @@ def of(messages: Sequence[Message]) -> tuple[Image, ...]:
 
 
 def refuse(answer: Sequence[int], processor: Processor) -> None:
-    """Raises ValueError if an answer to learn has the image token, which would stand for a feature."""
-    if processor.token in answer:
-        raise ValueError(f"an answer must have no image token, id {processor.token}, got one; take it out of the text")
+    """Raises ValueError if an answer to learn has the token of images or videos, which would stand for a feature."""
+    for kind, token in (("image", processor.token), ("video", processor.video)):
+        if token in answer:
+            raise ValueError(f"an answer must have no {kind} token, id {token}, got one; take it out of the text")
 
 
 def text(content: Any) -> Any:

@@ -149,7 +149,7 @@ def prepare(
     layer for multi-token prediction, with which drafts are made, and the image processor of a vision tower.
 
     Raises:
-      ValueError: as `images.load` and `Engine`.
+      ValueError: as `images.load`, `images.Processor.check` and `Engine`.
     """
     tokenizer, decode, grammars = None, None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
@@ -161,6 +161,8 @@ def prepare(
         params = {**params, "mtp": predictor}
     processes.same("layer for multi-token prediction", "mtp" in params)
     processor = images.load(path) if config.vision else None
+    if processor:
+        processor.check(config.vision)
     engine = replicas.serving(
         config, params, version=version, decode=decode, grammars=grammars, processor=processor, seed=seed,
         **vars(options),

@@ -175,10 +175,12 @@ def parse(body: bytes, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B0
 
 
 async def off_loop(http: Request, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of `function`, which takes long for a large body: in a thread then, while others are answered."""
-    if len(await http.body()) <= SMALL:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
+    """The result of `function`, which takes long for a large body: in a thread then, while others are answered. So it
+    does for images, of which a small file may have many pixels; an escape may hide their name."""
+    body = await http.body()
+    if len(body) > SMALL or b"image" in body or b"\\u" in body:
+        return await asyncio.to_thread(function, *args)
+    return function(*args)
 
 
 def _constant(name: str) -> Any:

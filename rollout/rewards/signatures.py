@@ -12,7 +12,7 @@ CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # parameters of verl's compute_score
 
-
+LARGEST = 3.4028234663852886e38  # of float32, in which training has rewards
 KINDS = "a number, a dict of numbers, a list of (end, reward) pairs or None"
 
 
@@ -38,7 +38,7 @@ def score(value: Any) -> Score:
     total, which defaults to the sum of all. A list of (end, reward) pairs gives the rewards of steps.
 
     Raises:
-      ValueError: anything else, or an infinite number.
+      ValueError: anything else, or a number that is infinite in float32.
     """
     if isinstance(value, Score):
         return Score(_number(value.value), value.components, value.steps)
@@ -46,7 +46,7 @@ def score(value: Any) -> Score:
         return Score(math.nan)
     if isinstance(value, list | tuple) and value:
         steps = tuple(map(_step, value))
-        return Score(sum(reward for _, reward in steps), steps=steps)
+        return Score(_number(sum(reward for _, reward in steps)), steps=steps)
     if not isinstance(value, Mapping):
         return Score(_number(value))
     if not value:
@@ -81,8 +81,12 @@ def _step(pair: Any) -> tuple[int, float]:
 def _number(value: Any) -> float:
     if not hasattr(type(value), "__float__"):
         raise ValueError(f"a reward must be {KINDS}, got {value!r:.80}")
-    if math.isinf(number := float(value)):
-        raise ValueError(f"a reward must be finite, or NaN if it is unscorable, got {number}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"a reward must be {KINDS}, got {value!r:.80} ({error})") from None
+    if abs(number) > LARGEST:
+        raise ValueError(f"a reward must be finite in float32, or NaN if it is unscorable, got {number}")
     return number
 
 

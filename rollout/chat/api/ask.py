@@ -10,6 +10,7 @@ from typing import Any
 from .. import images, parsers, template
 from ..fields import LONGEST_TEXT, Refused, rule
 
+MOST_IMAGES = 256  # of a request
 Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
 
 
@@ -46,12 +47,14 @@ def seen(ask: Ask, processor: images.Processor | None) -> Ask:
       processor: of a model that reads images; None = messages with images are refused.
 
     Raises:
-      Refused: an image cannot be read.
+      Refused: an image cannot be read, or there are too many.
     """
+    where, count = "input" if "input" in ask.body else "messages", sum(1 for _ in images.found(ask.messages))
+    rule(count <= MOST_IMAGES, where, f"must have at most {MOST_IMAGES} images", count)
     try:
         return replace(ask, messages=images.read(ask.messages, processor))
     except ValueError as error:
-        raise Refused("input" if "input" in ask.body else "messages", str(error)) from None
+        raise Refused(where, str(error)) from None
 
 
 def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Processor | None = None) -> str:

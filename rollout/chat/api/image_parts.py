@@ -9,7 +9,6 @@ from .. import fields
 from ..fields import rule
 
 KINDS = "image_url", "input_image", "image"
-MOST = 256  # images of a request
 DETAILS = None, "auto", "high", "original"  # the model's image processor decides
 
 
@@ -19,12 +18,6 @@ def content(given: Any, where: str, kinds: Collection[str] = ("text",)) -> str |
     if not any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts):
         return fields.text(given, where, kinds)
     found = [_image(part, where) if part.get("type") in KINDS else part for part in fields.objects(given, where)]
-    rule(
-        sum(part.get("type") == "image" for part in found) <= MOST,
-        where,
-        f"must have at most {MOST} images",
-        len(found),
-    )
     as_text = lambda part: {"type": "text", "text": fields.text([part], where, kinds)}
     return [dict(part) if part.get("type") == "image" else as_text(part) for part in found]
 

@@ -1,30 +1,18 @@
-"""Images of requests: those of `/generate`'s bodies, and threads for what takes long."""
+"""Images in the bodies of `/generate`."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from starlette.requests import Request as HTTPRequest
 
 from ....adapters.data import images
 from ...chat.fields import Refused, rule, shown
-from ...processes import http_limits
 from ...types import Image
 from ..pictures import Pictures, Placement
 
 NAME = "image_data"
 MOST = 256  # images of a prompt
-
-
-async def off_loop(http: HTTPRequest, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of `function`, in a thread if the body is large or may have an image: a small file may have many
-    pixels."""
-    run = asyncio.to_thread if b"image" in await http.body() else functools.partial(http_limits.off_loop, http)
-    return await run(function, *args)
 
 
 def read(given: Any, P: int, single: bool, pictures: Pictures | None) -> list[tuple[Image, ...]]:

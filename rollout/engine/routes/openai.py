@@ -19,11 +19,11 @@ from ...chat.api import chat, completions, messages, responses
 from ...chat.api.ask import Event, encoded
 from ...chat.fields import Refused, rule
 from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text
-from ...processes.http_limits import read_json
+from ...processes.http_limits import off_loop, read_json
 from ..pictures import Placement
 from ..request import Grammar, Progress
 from . import answer_grammar, request_parsing
-from .image_data import off_loop, placed
+from .image_data import placed
 from .openai_fields import TABLES
 from .replies import Answer, disconnected
 from .request_parsing import Ask

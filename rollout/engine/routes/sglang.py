@@ -16,10 +16,9 @@ from starlette.routing import Route
 
 from .... import __version__
 from ...chat import fields
-from ...processes.http_limits import read_json
+from ...processes.http_limits import off_loop, read_json
 from ..request import Progress, Request, Sampling
 from . import request_parsing
-from .image_data import off_loop
 from .replies import Answer, disconnected, events
 from .service import Service
 

@@ -12,9 +12,8 @@ from ...chat import fields, images
 from ...chat.api import chat, openai
 from ...chat.api.ask import Ask, render, seen
 from ...chat.fields import Refusal, Refused, Table, rule
-from ...processes.http_limits import read_json
+from ...processes.http_limits import off_loop, read_json
 from . import request_parsing
-from .image_data import off_loop
 from .replies import Answer
 from .service import Service
 
