@@ -153,7 +153,8 @@ def test_damaged_processors_are_one_error_that_names_the_file(folder, tmp_path, 
     whole = json.loads((folder / images.FILE).read_text())
     (tmp_path / images.FILE).write_text(written if isinstance(written, str) else json.dumps(whole | written))
     with pytest.raises(ValueError, match=f"(?s){images.FILE}.*{words}"):
-        images.load(tmp_path).read(PIL.Image.fromarray(pixels()))
+        processor = images.load(tmp_path)
+        processor.media(processor.read(PIL.Image.fromarray(pixels())))
 
 
 def test_a_processor_has_the_sizes_of_the_tower(folder):

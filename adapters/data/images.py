@@ -66,7 +66,7 @@ def read(source: Any) -> Image:
             return read(_from_file(Path(source)))
         except ValueError as error:
             words = str(error).removeprefix("images: ")
-            raise ValueError(f"images: {str(source)!r:.200}: {words}") from None
+            raise ValueError(f"images: {str(source)!r:.80}: {words}") from None
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         opened = _opened(data)
@@ -118,12 +118,18 @@ class Processor:
         """As the function `read`, in the size in which the model sees it: servers then need not resize it, which each
         image library does a little differently."""
         image = read(source)
-        if not self._resizes:
+        if not (self._resizes and self._processor.do_resize):
             return image
-        _, rows, columns = self.media(image).grid
-        size = columns * self._processor.patch_size, rows * self._processor.patch_size
-        opened = _opened(image.data)
-        return image if opened.size == size else _written(opened.resize(size, self._processor.resample))
+        processor, opened = self._processor, _opened(image.data)
+        bounds = processor.size.shortest_edge, processor.size.longest_edge
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        try:
+            rows, columns = smart_resize(*opened.size[::-1], processor.patch_size * processor.merge_size, *bounds)
+        except ValueError as error:
+            raise self._refused(opened, error) from error
+        size = columns, rows
+        return image if opened.size == size else _written(opened.resize(size, processor.resample))
 
     def as_given(self) -> Processor:
         """The same, whose `read` leaves images in their size: many times faster, where no server gets them."""
