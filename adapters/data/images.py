@@ -66,7 +66,7 @@ def read(source: Any) -> Image:
             return read(_from_file(Path(source)))
         except ValueError as error:
             words = str(error).removeprefix("images: ")
-            raise ValueError(f"images: {str(source)!r:.80}: {words}") from None
+            raise ValueError(f"images: {str(source)[-70:]!r}: {words}") from None
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         opened = _opened(data)
