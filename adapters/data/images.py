@@ -117,13 +117,13 @@ class Processor:
     def read(self, source: Any) -> Image:
         """As the function `read`, in the size in which the model sees it: servers then need not resize it, which each
         image library does a little differently."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
         image = read(source)
         if not (self._resizes and self._processor.do_resize):
             return image
         processor, opened = self._processor, _opened(image.data)
         bounds = processor.size.shortest_edge, processor.size.longest_edge
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         try:
             rows, columns = smart_resize(*opened.size[::-1], processor.patch_size * processor.merge_size, *bounds)
         except ValueError as error:

@@ -113,10 +113,12 @@ def test_new_weights_change_the_tower(served, tmp_path):
     check_logp(completion, (config, params), processor, *case)
 
 
-@pytest.mark.parametrize("served", [("sglang", "qwen3_vl")] if PYTHON else [], indirect=True, ids="-".join)
+@pytest.mark.parametrize("served", [(where, "qwen3_vl") for where in SERVERS], indirect=True, ids="-".join)
 @pytest.mark.parametrize("ids", [[2, vlm.START, *[vlm.IMAGE] * 4, vlm.END, 9], [2, *PICTURE, vlm.IMAGE, 8]])
 def test_sglang_takes_one_token_for_each_image_alone(served, ids):
-    """Not those of its features, nor an image token without an image beside others: what a client must not send."""
-    _, remote = served
-    data = "data:image;base64," + base64.b64encode(vlm.png(30, 30)).decode()
-    assert remote.post("/generate", {"input_ids": ids, "image_data": [data], "sampling_params": {}})[0] == 500
+    """Not those of its features, nor an image token without an image beside others, which a client must not send; the
+    embedded server takes both. (SGLang's Qwen2.5-VL hangs.)"""
+    path, remote = served
+    data = "data:image;base64," + base64.b64encode(vlm.png(56, 56)).decode()
+    body = {"input_ids": ids, "image_data": [data], "sampling_params": {"max_new_tokens": 2}}
+    assert remote.post("/generate", body)[0] == (500 if path.parent.name.startswith("sglang") else 200)
