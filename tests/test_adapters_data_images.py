@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import PIL.Image
@@ -79,6 +80,8 @@ def test_images_are_resized_once(folder, size):
     processor, picture = images.load(folder), PIL.Image.fromarray(pixels(*size))
     seen = processor.read(picture)
     assert processor.read(seen) is seen
+    with ThreadPoolExecutor(4) as pool:  # the episodes of a group
+        assert {*map(id, pool.map(processor.read, [picture] * 8))} == {id(seen)}
     wanted = processor.media(images.read(picture))
     np.testing.assert_array_equal(processor.media(seen).patches, wanted.patches)
     assert processor.media(seen).grid == wanted.grid

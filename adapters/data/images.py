@@ -8,6 +8,7 @@ import io
 import os
 import stat
 import struct
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ MOST_PIXELS = 1 << 26
 MOST_BYTES = 1 << 26
 FILE = "preprocessor_config.json"
 ORIENTATION = 0x0112  # of EXIF
+SHARED = 64  # images that are kept in the size in which the model sees them, the last read
+LOCKS = 16
 # What Pillow raises for damaged files, in EXIF above all.
 DAMAGED = (
     OSError, ValueError, SyntaxError, TypeError, AssertionError, LookupError, ArithmeticError, EOFError,
@@ -89,6 +92,8 @@ class Processor:
 
     def __init__(self, folder: Path, token: int, video: int | None = None, resizes: bool = True):
         self.token, self.video, self._folder, self._resizes = token, video, folder, resizes
+        self._shared = functools.lru_cache(SHARED)(self._resized)
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -116,12 +121,16 @@ class Processor:
 
     def read(self, source: Any) -> Image:
         """As the function `read`, in the size in which the model sees it: servers then need not resize it, which each
-        image library does a little differently."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
+        image library does a little differently. The episodes of a group, which read an image at a time, share one."""
         image = read(source)
         if not (self._resizes and self._processor.do_resize):
             return image
+        with self._locks[int(image.hash[:8], 16) % LOCKS]:
+            return self._shared(image)
+
+    def _resized(self, image: Image) -> Image:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
         processor, opened = self._processor, _opened(image.data)
         bounds = processor.size.shortest_edge, processor.size.longest_edge
         try:
