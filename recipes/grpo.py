@@ -182,7 +182,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
-    check = vision.Noticed(
+    check = vision.NotingImages(
         rows.prompts(
             tokens, workflow, processor and processor.as_given(), most=options.max_prompt,
             room=min(length, context or length), vocabulary=model.vocab, context=context,

@@ -109,7 +109,7 @@ def test_a_step_scores_as_transformers_and_moves_what_trains(place, tmp_path, ho
     state = built(place, vision=how)
     report = trainer.train_on_batch(state, groups(place))
     assert report["max_logp_diff"] <= 1e-4
-    assert (report["images"], report["image_tokens_drawn"], report["skipped"]) == (6, 0, 0)
+    assert (report["images"], report["image_tokens_sampled"], report["skipped"]) == (6, 0, 0)
     names = {name.startswith("model.visual.") for name in moved(place, state.policy, tmp_path / "out")}
     assert names == ({False} if how == "frozen" else {False, True})
 
@@ -121,8 +121,8 @@ def test_a_drawn_image_token_is_text_and_not_learnt(place):
     made[2][1] = sample(place, (), [5, 9, 11, 7], 5, 2, drawn=True, reward=1.0)
     state = built(place)
     report = trainer.train_on_batch(state, made)
-    assert report["image_tokens_drawn"] == 2 and report["max_logp_diff"] > 1e-2  # of the tokens themselves
-    cleaned, count = vision.without_drawn(made[0], state.reading)
+    assert report["image_tokens_sampled"] == 2 and report["max_logp_diff"] > 1e-2  # of the tokens themselves
+    cleaned, count = vision.without_image_tokens(made[0], state.reading)
     drawn = np.flatnonzero(made[0][1].mask)[2]
     assert count == 1 and cleaned[0] is made[0][0] and cleaned[1].mask.sum() == 4 and not cleaned[1].mask[drawn]
     batch = packing.pack(cleaned, 64, rows=2)

@@ -328,7 +328,7 @@ METRICS = {
     "group_wait_s": "seconds that a finished group waited for its batch",
     "groups": "prompt groups in the batch",
     "groups_that_teach": "prompt groups whose rewards differ",
-    "image_tokens_drawn": "sampled tokens that equal the one for images: text to the model, and not learnt",
+    "image_tokens_sampled": "sampled tokens that equal the one for images: text to the model, and not learnt",
     "images": "images of the batch's samples; one that several have counts several times",
     "importance_weight": "proximal / sampling probability of a token; 1 = fresh and in agreement",
     "kl": "estimated KL divergence from the reference model, nats per token",

@@ -198,8 +198,8 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
         groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
     size = len(groups) // options.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
-    cleaned = [vision.without_drawn(part, trainer.reading) for part in samples]
-    samples, drawn = [part for part, _ in cleaned], sum(count for _, count in cleaned)
+    cleaned = [vision.without_image_tokens(part, trainer.reading) for part in samples]
+    samples, stray = [part for part, _ in cleaned], sum(count for _, count in cleaned)
     needs = options.objective.advantage.needs
     scalars = {**trainer.control}
     if options.objective.correction.proximal == "interpolate":
@@ -212,7 +212,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
     if trainer.reading:
-        values |= {"images": sum(len(s.images) for s in flat), "image_tokens_drawn": drawn}
+        values |= {"images": sum(len(s.images) for s in flat), "image_tokens_sampled": stray}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
         values["effective_samples"] = float(report["effective_fraction"].sum) / options.epochs
     logps: list = [None] * len(flat)

@@ -44,8 +44,8 @@ class Reader:
     parts: int = 1
 
 
-class Noticed:
-    """A check of rows that also notices whether any of them has images."""
+class NotingImages:
+    """A check of rows that also notes whether any of them has images."""
 
     def __init__(self, check: Check):
         self._check, self.images = check, False
@@ -123,7 +123,7 @@ def most_patches(batch: Batch, media: Sequence[Sequence[Media]]) -> int:
     return int(np.where(sample_BJ >= 0, counts[np.maximum(sample_BJ, 0)], 0).sum(-1).max())
 
 
-def without_drawn(samples: Sequence[Sample], reading: Reader | None) -> tuple[list[Sample], int]:
+def without_image_tokens(samples: Sequence[Sample], reading: Reader | None) -> tuple[list[Sample], int]:
     """(samples that learn no token that stands for an image but was sampled by a policy, the number of these tokens).
 
     Servers decode such a token as text, or not at all; a chat template would make an image of it.
@@ -132,7 +132,7 @@ def without_drawn(samples: Sequence[Sample], reading: Reader | None) -> tuple[li
         return [*samples], 0
     made, count = [], 0
     for sample in samples:
-        drawn = towers.standing(sample.tokens, reading.tower) & (sample.version >= 0)
-        count += int(drawn.sum())
-        made.append(dataclasses.replace(sample, mask=sample.mask & ~drawn) if drawn.any() else sample)
+        stray = towers.standing(sample.tokens, reading.tower) & (sample.version >= 0)
+        count += int(stray.sum())
+        made.append(dataclasses.replace(sample, mask=sample.mask & ~stray) if stray.any() else sample)
     return made, count
