@@ -188,7 +188,7 @@ def test_a_push_that_leaves_wrong_weights_is_detected_and_undone(real, versions,
     elif kind == "half a checkpoint":
         path = altered(lambda them: [them.pop(name) for name in list(them) if "layers.1." in name])
     else:
-        wrong = lambda params: torch._pickled([("model.layers.0.nope.weight", torch._to_torch(params["norm"]))])
+        wrong = lambda params: torch._pickled([("model.layers.0.nope.weight", torch.to_torch(params["norm"]))])
         handover = tensors.handover(lambda params: iter([(wrong(params), True)]))
 
     async def run():
