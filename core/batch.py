@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .trie import Trie
+
 Array = Any
 FINISH = ("stop", "length", "abort", "error")
 
@@ -40,6 +42,8 @@ class Batch:
         a baseline.
       component: reward components [B, J] by name, those requested from `pack`.
       input, target: the samples' extra arrays, by name.
+      trie: the tokens that samples share, computed once; then `T` in all other fields are flattened samples, the `A` of
+        `Trie`. None = none are shared.
       scalars: values that `prepare` computes over the whole batch, by name; repeated in every microbatch.
     """
 
@@ -68,6 +72,7 @@ class Batch:
     prox_BT: Array | None = None
     value_BT: Array | None = None
     return_BT: Array | None = None
+    trie: Trie | None = None
     component: dict[str, Array] = field(default_factory=dict)
     input: dict[str, Array] = field(default_factory=dict)
     target: dict[str, Array] = field(default_factory=dict)

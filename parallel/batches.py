@@ -19,7 +19,7 @@ def batch(packed: Batch, mesh) -> Batch:
     """
 
     def rule(name: str, x) -> NamedSharding:
-        axes = () if name == "scalars" else ("batch", "seq") if name.endswith("_BT") else ("batch",)
+        axes = () if name == "scalars" else ("batch", "seq") if name.endswith(("_BT", "_BA")) else ("batch",)
         where = f"{name}: rows of a microbatch or their length"
         return NamedSharding(mesh, spec(("layers", *axes), where=where, shape=x.shape, mesh=mesh))
 
@@ -32,9 +32,12 @@ def batch(packed: Batch, mesh) -> Batch:
     placed = {
         name: {key: put(kinds[name], x) for key, x in value.items()} if isinstance(value, dict) else put(name, value)
         for name, value in values.items()
-        if value is not None
+        if value is not None and name != "trie"
     }
-    return packed.replace(**placed)
+    trie = packed.trie
+    if trie is not None:
+        trie = dataclasses.replace(trie, **{name: put(name, x) for name, x in vars(trie).items()})
+    return packed.replace(**placed, trie=trie)
 
 
 def host(x) -> np.ndarray:
