@@ -43,7 +43,7 @@ def to_places(trie: Trie, x_BA, fill=0):
 def predicted(trie: Trie, x_BA, fill=0):
     """Values that belong to the prediction of a token, [B, T, ...], at the place of the predicted token; `fill` at
     roots, which nothing predicts, and padding."""
-    root_BT = trie.parent_BT == jnp.arange(trie.parent_BT.shape[-1])
+    root_BT = trie.parent_BT == jnp.arange(trie.parent_BT.shape[-1])[None]
     return _picked(x_BA, jnp.where(root_BT, -1, trie.first_BT - 1), fill)
 
 
