@@ -17,6 +17,7 @@ from . import sinks
 from . import triton_kernels as kernels
 from .chunked import OUTPUT
 from .pattern import PLAIN, Pattern
+from .triton_tree import tree as tree
 
 
 def causal(
