@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..parallel import context
 from .attention.pattern import PLAIN, Pattern
-from .layers import conv
+from .layers import conv, recurrence
 from .layers import rope as rotary
 
 
@@ -87,6 +87,13 @@ STATELESS = Recurrent(())  # a layer that is only an MLP or experts: its tokens 
 Layer = Attention | Recurrent
 
 
+def trie_alignment(config) -> int:
+    """What the places of a trie's nodes must be multiples of (`packing.pack_tries`): the chunk of recurrent layers, in
+    which there may be no tokens of two nodes; 1 without such layers."""
+    stateful = any(isinstance(layer, Recurrent) and layer.state for layer in config.records)
+    return recurrence.chunk_size() if stateful else 1
+
+
 def cached_bytes(layers: Sequence[Layer], itemsize: int, *, twice: bool = True) -> tuple[int, int]:
     """Bytes that decoding keeps (for each token, for each sequence whatever its length): keys and values, or latent
     vectors, with `itemsize` bytes an entry, in layers that do not use those of another, and states in fp32.
@@ -130,7 +137,8 @@ class Recurrence:
     Attributes:
       layer: the layer's record.
       convolve: `convolve(name, x_BTC, weight_CW, bias_C=None) -> y_BTC` over the last W tokens (`layers.conv`).
-      gate: `gate(x_BTN) -> x_BTN` prepares what decays or writes to a state: 0 in the padding behind a prompt.
+      gate: `gate(x_BTN) -> x_BTN` prepares what decays or writes to a state: 0 in the padding behind a prompt, and of
+        tries.
       recur: `recur(name, rule, *inputs) -> out_BTNV` by the functions of a module, `layers.delta` or `layers.mamba`.
         Inputs with tokens come from `convolve` or `gate`: with positions sharded over cp, both return whole rows, of
         which each device has some channels.
@@ -176,15 +184,24 @@ def mixers(layers: Sequence[Layer], position_BT, position_3BT=None) -> Callable[
     return lambda layer, attend: Mixer(layer, partial(rotate, layer), partial(grow, layer), attend)
 
 
-def over_rows(layer: Recurrent, segment_BT, method: context.Method) -> Recurrence:
-    """The recurrence over packed rows, each sequence by itself; positions may be sharded over cp."""
+def over_rows(layer: Recurrent, segment_BT, method: context.Method, parent_BT=None) -> Recurrence:
+    """The recurrence over packed rows, each sequence by itself; positions may be sharded over cp.
+
+    Args:
+      segment_BT: 0 = padding.
+      parent_BT: that of a `Trie` with nodes at multiples of `trie_alignment`; None = rows without tries.
+    """
     into, back = context.whole_rows(method, segment_BT.shape[1])
     segment_BT = into(segment_BT)
+    parent_BT = None if parent_BT is None else into(parent_BT)
 
     def convolve(name, x_BTC, weight_CW, bias_C=None):
-        return conv.convolve(into(x_BTC), weight_CW, segment_BT, bias_C)
+        return conv.convolve(into(x_BTC), weight_CW, segment_BT, bias_C, parent_BT)
+
+    def gate(x_BTN):
+        return jnp.where((segment_BT > 0)[..., None], into(x_BTN), 0)
 
     def recur(name, rule, *inputs):
-        return back(rule.chunked(*inputs, segment_BT))
+        return back(rule.chunked(*inputs, segment_BT, parent_BT=parent_BT))
 
-    return Recurrence(layer, convolve, into, recur)
+    return Recurrence(layer, convolve, into if parent_BT is None else gate, recur)

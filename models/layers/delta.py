@@ -24,13 +24,13 @@ def l2_norm(x, eps: float = 1e-6):
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), -1, keepdims=True) + eps)
 
 
-def chunked(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None):
+def chunked(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None, parent_BT=None):
     """out_BTNV of `prefill`."""
-    return prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk)[0]
+    return prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk, parent_BT=parent_BT)[0]
 
 
 @shaped
-def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None, state=None):
+def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None, state=None, parent_BT=None):
     """The rule over packed rows, each sequence by itself; its tokens must be contiguous.
 
     Tokens with beta = g = 0 leave the state as it is, so that of a prompt survives its padding, if that has the
@@ -40,12 +40,13 @@ def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | No
       q_BTGK, k_BTGK: heads [i N / G, (i + 1) N / G) share queries and keys i.
       chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
       state: state_BNKV before each row, which then has only one sequence; None = 0.
+      parent_BT: of tries, as in `recurrence.run`; padding needs beta = g = 0.
 
     Returns:
       out_BTNV, in v's dtype; state_BNKV after each row.
     """
     inputs = q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN
-    out_BTNV, state_BNKV = recurrence.run(_prepare, inputs, segment_BT, chunk, state)
+    out_BTNV, state_BNKV = recurrence.run(_prepare, inputs, segment_BT, chunk, state, parent_BT)
     return out_BTNV.astype(v_BTNV.dtype), state_BNKV
 
 

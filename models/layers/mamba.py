@@ -14,13 +14,13 @@ from ...core.shapes import shaped
 from . import recurrence
 
 
-def chunked(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | None = None):
+def chunked(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | None = None, parent_BT=None):
     """out_BTHP of `prefill`."""
-    return prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk)[0]
+    return prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk, parent_BT=parent_BT)[0]
 
 
 @shaped
-def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | None = None, state=None):
+def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | None = None, state=None, parent_BT=None):
     """The recurrence over packed rows, each sequence by itself; its tokens must be contiguous.
 
     Tokens with dt = 0 leave the state as it is, so that of a prompt survives its padding, if that has the prompt's
@@ -30,6 +30,7 @@ def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
       B_BTGN, C_BTGN: heads [i H / G, (i + 1) H / G) share those of group i.
       chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
       state: state_BHPN before each row, which then has only one sequence; None = 0.
+      parent_BT: of tries, as in `recurrence.run`; padding needs dt = 0.
 
     Returns:
       out_BTHP, in x's dtype; state_BHPN after each row.
@@ -38,7 +39,7 @@ def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
     dt_BTH = dt_BTH.astype(wide)
     inputs = C_BTGN, B_BTGN, x_BTHP, dt_BTH, dt_BTH * A_H.astype(wide)[None, None]
     state_BHNP = None if state is None else state.mT
-    out_BTHP, state_BHNP = recurrence.run(_prepare, inputs, segment_BT, chunk, state_BHNP)
+    out_BTHP, state_BHNP = recurrence.run(_prepare, inputs, segment_BT, chunk, state_BHNP, parent_BT)
     out_BTHP = out_BTHP + D_H.astype(wide)[None, None, :, None] * x_BTHP
     return out_BTHP.astype(x_BTHP.dtype), state_BHNP.mT
 

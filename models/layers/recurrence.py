@@ -10,7 +10,11 @@ and d_ij that of the tokens after j up to i:
     S' = e^(c_C) S + sum over j of e^(d_Cj) k_j^T W_j
 
 Decays over the start of a sequence are 0, by masks: a large negative g there would spoil the sums. In shapes, L blocks
-have M chunks each, and G keys serve R heads each.
+have M chunks each, X in all, and G keys serve R heads each.
+
+Over tries (`core.trie`) a chunk has tokens of one node only, and begins with the state after the chunk of the token
+before its first one, which each of the branches there reads. The scan is in the order of places, so that parents come
+before their children; the backward pass goes the other way, and adds the gradients of branches up.
 """
 
 import math
@@ -50,7 +54,16 @@ class Chunks(NamedTuple):
     y_MBGRCK: Any = None
 
 
-def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None):
+def chunk_size() -> int:
+    """Tokens per chunk on this platform."""
+    return _sizes()[0]
+
+
+def _sizes() -> tuple[int, int]:
+    return CPU if jax.default_backend() == "cpu" else ELSEWHERE
+
+
+def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_BT=None):
     """Runs a recurrence from S = 0 at the start of every sequence.
 
     Memory is linear in T: the backward pass keeps the inputs and the state at each chunk's start, and prepares one
@@ -60,14 +73,16 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None):
       prepare: prepare(*inputs, segment_MBC, before_MB) returns Chunks; the inputs of a block are [M, B, G, R, C, ...],
         before_MB is the segment of the token before each chunk.
       inputs: arrays [B, T, N, ...], N = G or G R; the first has G.
-      chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
+      chunk: tokens per chunk; None = `chunk_size()`, 32 on a CPU, 64 elsewhere.
       state_BNKV: the states before rows of one sequence each, in place of 0; not differentiable.
+      parent_BT: that of a `Trie` whose nodes start at multiples of the chunk; None = rows without tries. Places of
+        padding must leave the state as it is. `segment_BT` is not read, nor `state_BNKV`.
 
     Returns:
       out_BTNV; state_BNKV after the last token of each row.
     """
     (B, T), G = segment_BT.shape, inputs[0].shape[2]
-    size, tokens = CPU if jax.default_backend() == "cpu" else ELSEWHERE
+    size, tokens = _sizes()
     C = min(chunk or size, T)
     blocks = -(-T // max(tokens // B, C))
     fill = -T % (blocks * C)
@@ -80,11 +95,14 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None):
         x_BTGR = x_BTN.reshape(B, T, G, -1, *x_BTN.shape[3:])
         return jnp.moveaxis(split(x_BTGR, "constant"), 3, 5)
 
-    segment_LMBC = split(segment_BT, "edge")
+    segment_LMBC = split(segment_BT if parent_BT is None else jnp.zeros_like(segment_BT), "edge")
     last_LMB = segment_LMBC[..., -1]
     before_LMB = jnp.roll(last_LMB.reshape(-1, B), 1, 0).reshape(last_LMB.shape)  # the first of all meets S = 0
     given = tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB)
-    if state_BNKV is None:
+    if parent_BT is not None:
+        source_BX = jnp.pad(_sources(parent_BT, C), ((0, 0), (0, fill // C)))
+        out_LMBGRCV, state_BGRKV = _run_tries(prepare, *given, source_BX.T.reshape(before_LMB.shape))
+    elif state_BNKV is None:
         out_LMBGRCV, state_BGRKV = _run(prepare, *given)
     else:
         state_BGRKV = state_BNKV.reshape(B, G, -1, *state_BNKV.shape[2:])
@@ -130,10 +148,7 @@ def _forward(prepare, inputs, where, state=None):
         return state, (_out(states, chunks), states)
 
     given = *inputs, *where
-    if state is None:
-        one = jax.eval_shape(prepare, *(x[0] for x in given))
-        sizes = one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]
-        state = jnp.zeros((*one.u_MBGRCV.shape[1:4], *sizes), one.u_MBGRCV.dtype)
+    state = _zeros(prepare, given) if state is None else state
     last, (out, states) = jax.lax.scan(block, state, given)
     return (out, last), (inputs, where, checkpoint_name(states, STATES))
 
@@ -141,16 +156,12 @@ def _forward(prepare, inputs, where, state=None):
 def _backward(prepare, kept, grads):
     def before(dnext, given):
         dread, chunk = given
-        [dstate] = jax.vjp(lambda state: _next(state, chunk), jnp.zeros_like(dnext))[1](dnext)
-        return dread + dstate, dnext
+        return dread + _to_start(dnext, chunk), dnext
 
     def block(dnext, given):
-        inputs, where, states, dout = given
-        chunks, to_inputs = jax.vjp(lambda *inputs: prepare(*inputs, *where), *inputs)
-        [dread] = jax.vjp(lambda states: _out(states, chunks), states)[1](dout)
-        dfirst, dnexts = jax.lax.scan(before, dnext, (dread, chunks), reverse=True)
-        [dchunks] = jax.vjp(lambda chunks: (_out(states, chunks), _next(states, chunks)), chunks)[1]((dout, dnexts))
-        return dfirst, to_inputs(dchunks)
+        inputs, where, starts, dout = given
+        scan = lambda *given: jax.lax.scan(before, dnext, given, reverse=True)
+        return _block_backward(prepare, inputs, where, starts, dout, scan)
 
     dout, dlast = grads
     _, dinputs = jax.lax.scan(block, dlast, (*kept, dout), reverse=True)
@@ -158,6 +169,96 @@ def _backward(prepare, kept, grads):
 
 
 _run.defvjp(_forward, _backward)
+
+
+def _sources(parent_BT, C: int):
+    """Index, in the states 0 and those after each chunk, of the state that each chunk starts with, i32[B, X]."""
+    first_BX = parent_BT[:, ::C]
+    own_X = np.arange(0, parent_BT.shape[1], C, dtype=np.int32)
+    return jnp.where(first_BX == own_X[None], 0, first_BX // C + 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_tries(prepare, inputs, where, source_LMB):
+    return _forward_tries(prepare, inputs, where, source_LMB)[0]
+
+
+def _forward_tries(prepare, inputs, where, source_LMB):
+    def after(states, given):
+        chunk, source_B, own = given
+        start = _of_rows(states, source_B)
+        return states.at[own].set(_next(start, chunk)), start
+
+    def block(states, given):
+        *given, source_MB, own_M = given
+        chunks = prepare(*given)
+        states, starts = jax.lax.scan(after, states, (chunks, source_MB, own_M))
+        return states, _out(starts, chunks)
+
+    given = *inputs, *where
+    states = _zeros(prepare, given, 1 + source_LMB[..., 0].size)
+    states, out = jax.lax.scan(block, states, (*given, source_LMB, _own(source_LMB)))
+    return (out, states[-1]), (inputs, where, source_LMB, checkpoint_name(states, STATES))
+
+
+def _backward_tries(prepare, kept, grads):
+    inputs, where, source_LMB, states = kept
+
+    def before(dstates, given):
+        dread, chunk, source_B, own = given
+        dnext = dstates[own]
+        add = jax.vmap(lambda to_X, source, dstart: to_X.at[source].add(dstart), (1, 0, 0), 1)
+        return add(dstates, source_B, dread + _to_start(dnext, chunk)), dnext
+
+    def block(dstates, given):
+        inputs, where, source_MB, own_M, dout = given
+        starts = jax.vmap(_of_rows, (None, 0))(states, source_MB)
+        scan = lambda *given: jax.lax.scan(before, dstates, (*given, source_MB, own_M), reverse=True)
+        return _block_backward(prepare, inputs, where, starts, dout, scan)
+
+    dout, dlast = grads
+    dstates = jnp.zeros_like(states).at[-1].set(dlast)
+    _, dinputs = jax.lax.scan(block, dstates, (inputs, where, source_LMB, _own(source_LMB), dout), reverse=True)
+    return dinputs, None, None
+
+
+_run_tries.defvjp(_forward_tries, _backward_tries)
+
+
+def _own(source_LMB):
+    """Index, in the states 0 and those after each chunk, of each chunk's own, i32[L, M]."""
+    return 1 + np.arange(source_LMB[..., 0].size, dtype=np.int32).reshape(source_LMB.shape[:2])
+
+
+def _of_rows(states_XB, source_B):
+    """The state at an index of each row."""
+    return jax.vmap(lambda states_X, source: states_X[source], (1, 0))(states_XB, source_B)
+
+
+def _zeros(prepare, given, *count):
+    """The states before the first tokens."""
+    one = jax.eval_shape(prepare, *(x[0] for x in given))
+    sizes = one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]
+    return jnp.zeros((*count, *one.u_MBGRCV.shape[1:4], *sizes), one.u_MBGRCV.dtype)
+
+
+def _to_start(dnext, chunk: Chunks):
+    """The gradient of a chunk's first state through its last one."""
+    return jax.vjp(lambda state: _next(state, chunk), jnp.zeros_like(dnext))[1](dnext)[0]
+
+
+def _block_backward(prepare, inputs, where, starts, dout, scan):
+    """(what the scan carries on, the gradients of the inputs) of a block of chunks with these first states.
+
+    Args:
+      scan: scan(dread, chunks) -> (carried, the gradients of the chunks' last states), where dread are those of their
+        first states through their outputs.
+    """
+    chunks, to_inputs = jax.vjp(lambda *inputs: prepare(*inputs, *where), *inputs)
+    [dread] = jax.vjp(lambda starts: _out(starts, chunks), starts)[1](dout)
+    carried, dnexts = scan(dread, chunks)
+    [dchunks] = jax.vjp(lambda chunks: (_out(starts, chunks), _next(starts, chunks)), chunks)[1]((dout, dnexts))
+    return carried, to_inputs(dchunks)
 
 
 def _written(state, chunk: Chunks):

@@ -1,0 +1,64 @@
+"""Samples that share tokens in every way: groups, forked episodes, duplicates, one that is a prefix of another."""
+
+import numpy as np
+
+from areax.models import trie_alignment
+from areax.core import packing
+from areax.rollout.types import Sample
+
+LENGTH = 96
+
+
+def samples(vocabulary: int = 64, seed: int = 0, routed: tuple[int, int, int] | None = None) -> list[Sample]:
+    """16 samples of four groups, in pairs.
+
+    Args:
+      routed: layers, experts of a token, and experts: every sample replays its own, the same where prompts are shared.
+    """
+    rng = np.random.default_rng(seed)
+    draw = lambda n: rng.integers(1, vocabulary, n).tolist()
+    header, made = draw(5), []
+    for group in range(2):  # four completions of a prompt, one of them twice, one a prefix of another
+        prompt = header + draw(13)
+        first, second = draw(9), draw(14)
+        made += [(prompt, tail, group) for tail in (first, first, second, second[:6])]
+    history = draw(7)
+    for turn in range(4):  # an episode: each turn has the turns before, and a branch of its own, once of one token
+        made.append((history, draw((6, 1, 3, 8)[turn]), 2))
+        history = history + draw(4)
+    alone = draw(8)
+    made += [(alone, draw(3), 3), (alone, draw(5), 3), (draw(4), draw(11), 3), (draw(2), draw(2), 3)]
+    return [one(i, prompt, tail, group, rng, routed) for i, (prompt, tail, group) in enumerate(made)]
+
+
+def one(i: int, prompt: list[int], tail: list[int], group: int, rng, routed) -> Sample:
+    tokens = np.array(prompt + tail, np.int32)
+    n, start = len(tokens), len(prompt)
+    learnt = np.arange(n) >= (start - 4 if group == 2 else start)  # an episode also learns what branches share
+    arrays = {}
+    if routed:
+        layers, k, experts = routed
+        place = (tokens[:, None] + np.arange(layers)) % experts
+        chosen = (place[..., None] + np.arange(k)) % experts
+        chosen[start:] = (chosen[start:] + i) % experts
+        arrays = {"routed_experts": ("input", chosen.astype(np.int32))}
+    return Sample(
+        tokens=tokens, mask=learnt, logp=np.where(learnt, rng.normal(-2, 0.5, n), 0).astype(np.float32),
+        version=np.where(learnt, 1, -1).astype(np.int32), turn=np.zeros(n, np.int32),
+        rewards=((n - 1, float(rng.random())),), components={}, group=group, prompt=group, rollout=i, sample=i,
+        pair=i // 2, label=float(1 - i % 2), arrays=arrays,
+    )  # fmt: skip
+
+
+def batches(config, data, rows: int = 8):
+    """(rows, tries) of the samples, one microbatch each."""
+    tries = packing.pack_tries(data, LENGTH, rows=rows, align=trie_alignment(config))
+    assert tries.trie is not None
+    return packing.pack(data, LENGTH, rows=rows), tries
+
+
+def by_sample(x_MBT, batch) -> dict[int, np.ndarray]:
+    """The values at the tokens of each sample."""
+    x_MBT, sample_MBJ, segment_MBT = (np.asarray(x) for x in (x_MBT, batch.sample_BJ, batch.segment_BT))
+    places = np.argwhere(sample_MBJ >= 0)
+    return {int(sample_MBJ[m, b, j]): x_MBT[m, b, segment_MBT[m, b] == j + 1] for m, b, j in places}
