@@ -16,23 +16,11 @@ def tree(
     q_BTNH, k_BSKH, v_BSKV, place_BT, position_BT, until_BS, position_BS, sinks_N=None, *, pattern: Pattern = PLAIN,
     interpret: bool = False,
 ):  # fmt: skip
-    """Attention over tries: a query at place p sees key j of the row iff `j <= p < until[j]`, and by the pattern.
-
-    dk and dv are summed over all branches in fp32.
+    """`tree.tree`; the caller has refused bidirectional patterns.
 
     Args:
-      q_BTNH: queries of a part of the row, or all of it.
-      k_BSKH, v_BSKV: keys and values of the whole row; S is their place.
-      place_BT: places of the queries.
-      position_BT, position_BS: indices of queries and keys in their samples, which windows and chunks count in.
-      until_BS: the place behind each key's subtree.
       interpret: runs in interpret mode on any platform, for tests.
-
-    Raises:
-      ValueError: the pattern is bidirectional.
     """
-    if pattern.bidirectional:
-        raise ValueError("attention: tries are causal, got a bidirectional pattern; pack rows without tries")
     T, V = q_BTNH.shape[1], v_BSKV.shape[3]
     read = 1 if pattern.span is None else 2  # depths only for windows and chunks
     queries, keys = (place_BT, pattern.first(position_BT))[:read], (until_BS, position_BS)[:read]
