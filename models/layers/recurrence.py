@@ -79,7 +79,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_
         padding must leave the state as it is. `segment_BT` is not read, nor `state_BNKV`.
 
     Returns:
-      out_BTNV; state_BNKV after the last token of each row.
+      out_BTNV; state_BNKV after the last token of each row, None over tries.
     """
     (B, T), G = segment_BT.shape, inputs[0].shape[2]
     size, tokens = _sizes()
@@ -101,7 +101,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_
     given = tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB)
     if parent_BT is not None:
         source_BX = jnp.pad(_sources(parent_BT, C), ((0, 0), (0, fill // C)))
-        out_LMBGRCV, state_BGRKV = _run_tries(prepare, *given, source_BX.T.reshape(before_LMB.shape))
+        out_LMBGRCV, state_BGRKV = _run_tries(prepare, *given, source_BX.T.reshape(before_LMB.shape)), None
     elif state_BNKV is None:
         out_LMBGRCV, state_BGRKV = _run(prepare, *given)
     else:
@@ -109,7 +109,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_
         out_LMBGRCV, state_BGRKV = _forward(prepare, *given, state_BGRKV)[0]
     out_BLMCGRV = jnp.moveaxis(out_LMBGRCV, (2, 5), (0, 3))
     out_BTNV = out_BLMCGRV.reshape(B, T + fill, -1, out_LMBGRCV.shape[-1])[:, :T]
-    return out_BTNV, state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
+    return out_BTNV, None if state_BGRKV is None else state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
 
 
 def time_steps(bounds, key, shape, dtype):
@@ -202,11 +202,11 @@ def _forward_tries(prepare, inputs, where, source_LMB):
     given, x_LM = (*inputs, *where), _numbers(source_LMB)
     first = _zeros(prepare, given)
     states = jnp.zeros((x_LM.size, *first.shape), first.dtype)
-    (states, last), out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
-    return (out, last), (inputs, where, source_LMB, checkpoint_name(states, STATES))
+    _, out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
+    return out, (inputs, where, source_LMB, checkpoint_name(states, STATES))
 
 
-def _backward_tries(prepare, kept, grads):
+def _backward_tries(prepare, kept, dout):
     inputs, where, source_LMB, states = kept
 
     def chunk_before(carried, given):
@@ -221,10 +221,10 @@ def _backward_tries(prepare, kept, grads):
         scan = lambda *given: jax.lax.scan(chunk_before, carried, (*given, *tree), reverse=True)
         return _block_backward(prepare, inputs, where, starts, dout, scan)
 
-    (dout, dlast), x_LM = grads, _numbers(source_LMB)
-    given = inputs, where, source_LMB, dout, *_relatives(source_LMB), x_LM
-    dstarts = jnp.zeros((x_LM.size + 2, *dlast.shape), dlast.dtype)
-    _, dinputs = jax.lax.scan(block, (dstarts, dlast), given, reverse=True)
+    given = inputs, where, source_LMB, dout, *_relatives(source_LMB), _numbers(source_LMB)
+    none = jnp.zeros_like(states[0])
+    dstarts = jnp.zeros((1 + len(states), *none.shape), none.dtype)
+    _, dinputs = jax.lax.scan(block, (dstarts, none), given, reverse=True)
     return dinputs, None, None
 
 
@@ -237,7 +237,7 @@ def _numbers(source_LMB):
 
 
 def _relatives(source_LMB):
-    """The first child of each chunk and its next sibling, i32[L, M, B]; X + 1 = none, and X is the child of the last.
+    """The first child of each chunk and its next sibling, i32[L, M, B]; X = none.
 
     With the gradients of a chunk's first state go those of its later siblings, so that one read gets the sum over all
     children, and nothing has to be scattered.
@@ -245,9 +245,8 @@ def _relatives(source_LMB):
     source_XB = source_LMB.reshape(-1, source_LMB.shape[-1])
     X = len(source_XB)
     own_X11, other_1X1, _ = np.ogrid[:X, :X, :1]
-    first = lambda of_XXB: jnp.min(jnp.where(of_XXB, other_1X1, X + 1), 1).reshape(source_LMB.shape)
-    child_LMB = first(source_XB[None] == 1 + own_X11).at[-1, -1].set(X)
-    return child_LMB, first((source_XB[None] == source_XB[:, None]) & (own_X11 < other_1X1))
+    first = lambda of_XXB: jnp.min(jnp.where(of_XXB, other_1X1, X), 1).reshape(source_LMB.shape)
+    return first(source_XB[None] == 1 + own_X11), first((source_XB[None] == source_XB[:, None]) & (own_X11 < other_1X1))
 
 
 def _of_rows(states, source_B):
