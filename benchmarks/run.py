@@ -38,7 +38,8 @@ import side
 
 HERE = Path(__file__).parent
 CASES = (
-    "train", "logprob", "varlen_random", "varlen_sorted", "generate", "continuous", "grpo", "push", "objective",
+    "train", "logprob", "varlen_random", "varlen_sorted", "generate", "continuous", "grpo", "trie_long", "trie_short",
+    "trie_agent", "push", "objective",
 )  # fmt: skip
 PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # for peers incompatible with our packages
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}

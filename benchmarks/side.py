@@ -17,7 +17,7 @@ import time
 
 PACKAGES = {
     "ours": ("areax", "jax"), "transformers": ("transformers", "torch"), "trl": ("trl", "transformers", "torch"),
-    "tunix": ("google-tunix", "jax"), "plain": (),
+    "tunix": ("google-tunix", "jax"), "rows": ("areax", "jax"), "plain": (),
 }  # fmt: skip
 
 

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from . import trie_packing
 from .batch import FINISH, Batch
+
+SAVED = 0.2  # share of the samples' tokens that tries must save; below it rows are as fast
 
 
 def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = ()) -> Batch:
@@ -27,8 +30,66 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
       ValueError: no samples, a sample longer than every T, a pair too large for a microbatch, a sample that lacks a
         component, or samples whose extra arrays differ in name.
     """
+    sizes, T = _checked(samples, length, components)
+    row, start, count = _first_fit(sizes, [s.pair for s in samples], T, rows, range(len(samples)))
+    return _filled(samples, row, start, T, rows, count, components)
+
+
+def pack_tries(
+    samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = (), align: int = 1
+) -> Batch:
+    """Packs samples as `pack`, but the tokens that they share are computed once: a Batch with a `trie` [M, B, T].
+
+    Samples share their first tokens while these and the values of all extra arrays there agree to the bit. All fields
+    but `trie` are over flattened samples: rows as `pack` makes them, of length A, a multiple of T. A trie longer than T
+    is cut (`trie_packing.grow`); rows are filled with tries as `pack` fills them with samples. Samples of a pair are in
+    the same microbatch.
+
+    Where tries save less than `SAVED` of the tokens, or samples have images, it returns what `pack` returns.
+
+    Args:
+      length: T, as in `pack`; rounded up to a multiple of `align` if need be.
+      rows, components: as in `pack`.
+      align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
+
+    Raises:
+      ValueError: as `pack`.
+    """
+    sizes, T = _checked(samples, length, components)
+    T = trie_packing.aligned(T, align)
+    plain = any(s.images for s in samples)
+    trees = [] if plain else trie_packing.grow(samples, T, align)
+    if plain or sum(tree.size for tree in trees) > (1 - SAVED) * sizes.sum():
+        return pack(samples, length, rows=rows, components=components)
+    widths, pairs = np.array([tree.size for tree in trees]), [tree.pair for tree in trees]
+    row, start, count = _first_fit(widths, pairs, T, rows, [tree.runs[0].sample for tree in trees])
+    row_of, start_of, filled = np.zeros(len(samples), int), np.zeros(len(samples), int), np.zeros(count, int)
+    for t in np.lexsort((start, row)):
+        for run in trees[t].runs:
+            row_of[run.sample], start_of[run.sample] = row[t], filled[row[t]]
+            filled[row[t]] += run.stop
+    A = T * bucket(-(-int(filled.max()) // T))
+    batch = _filled(samples, row_of, start_of, A, rows, count, components)
+    M = len(batch.token_BT)
+    trie = trie_packing.places(trees, row, start, start_of, (M * rows, T, A), align)
+    return batch.replace(trie=jax.tree.map(lambda x: x.reshape(M, rows, -1), trie))
+
+
+def _checked(samples: Sequence, length: int | Sequence[int], components: Sequence[str]) -> tuple[np.ndarray, int]:
+    """The samples' lengths and T."""
     if not len(samples):
         raise ValueError("pack: at least one sample is needed, got none")
+    for i, s in enumerate(samples):
+        for name in components:
+            if name not in s.components:
+                raise ValueError(
+                    f"pack: every sample needs the component {name}, got {sorted(s.components)} in sample {i}"
+                )
+        if set(s.arrays) != set(samples[0].arrays):
+            raise ValueError(
+                f"pack: all samples need the same arrays, got {sorted(s.arrays)} in sample {i} "
+                f"and {sorted(samples[0].arrays)} in sample 0"
+            )
     sizes = np.array([len(s.tokens) for s in samples])
     lengths = sorted([length] if isinstance(length, int) else length)
     fits = [t for t in lengths if t >= sizes.max()]
@@ -38,10 +99,15 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
             f"pack: every sample must fit in a row of {lengths[-1]} tokens, got {sizes[i]} in sample {i}; "
             "raise length or drop it"
         )
-    T = fits[0]
-    B = rows
-    row_of, slot_of, start_of, count = _first_fit(sizes, [s.pair for s in samples], T, B)
-    M, J = bucket(-(-count // B)), 1 << int(slot_of.max()).bit_length()
+    return sizes, fits[0]
+
+
+def _filled(
+    samples: Sequence, row: np.ndarray, start: np.ndarray, T: int, B: int, count: int, components: Sequence[str]
+) -> Batch:
+    """The Batch [M, B, T] of samples in `count` rows, each from its start on."""
+    slot = _slots(row, start)
+    M, J = bucket(-(-count // B)), 1 << int(slot.max()).bit_length()
 
     def empty(width, value, dtype, tail=()):
         return np.full((M * B, width, *tail), value, dtype)
@@ -60,8 +126,8 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
     pairs = _dense([s.pair for s in samples])
 
     for i, s in enumerate(samples):
-        b, j, start, n = row_of[i], slot_of[i], start_of[i], len(s.tokens)
-        here, ahead = slice(start, start + n), slice(start, start + n - 1)
+        b, j, at, n = row[i], slot[i], start[i], len(s.tokens)
+        here, ahead = slice(at, at + n), slice(at, at + n - 1)
         token[b, here] = s.tokens
         position[b, here] = index[b, here] = np.arange(n)
         segment[b, here] = j + 1
@@ -73,19 +139,10 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
         group[b, j], prompt[b, j] = number["group"][i], number["prompt"][i]
         rollout[b, j], finish[b, j] = number["rollout"][i], FINISH.index(s.finish)
         pair[b, j], label[b, j] = pairs[i], s.label
-        for at, value in zip(_credited(s), (value for _, value in s.rewards), strict=True):
-            rewarded[b, start + at - 1] += value
+        for learnt, value in zip(_credited(s), (value for _, value in s.rewards), strict=True):
+            rewarded[b, at + learnt - 1] += value
         for name in components:
-            if name not in s.components:
-                raise ValueError(
-                    f"pack: every sample needs the component {name}, got {sorted(s.components)} in sample {i}"
-                )
             component[name][b, j] = s.components[name]
-        if set(s.arrays) != set(samples[0].arrays):
-            raise ValueError(
-                f"pack: all samples need the same arrays, got {sorted(s.arrays)} in sample {i} "
-                f"and {sorted(samples[0].arrays)} in sample 0"
-            )
         for name, (kind, x) in s.arrays.items():
             extra[kind][name][b, here if kind == "input" else ahead] = x if kind == "input" else x[1:]
 
@@ -104,6 +161,15 @@ def used(batch: Batch):
     return (batch.segment_BT > 0).any((-2, -1)).sum()
 
 
+def trie_ratio(*batches: Batch) -> float:
+    """Tokens that are computed over those of the samples: 1 without tries."""
+    tokens = [np.sum(batch.segment_BT > 0) for batch in batches]
+    computed = [
+        n if batch.trie is None else np.sum(batch.trie.first_BT >= 0) for n, batch in zip(tokens, batches, strict=True)
+    ]
+    return float(sum(computed) / sum(tokens))
+
+
 def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
     """Maps `target` values back to the samples' tokens: f[n] per sample, 0 for its first token."""
     x, segment = np.asarray(x_MBT), np.asarray(batch.segment_BT)
@@ -114,18 +180,18 @@ def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
     return out
 
 
-def _first_fit(sizes, pairs, T, B):
-    """Row, slot and start of each sample, and the number of rows in use.
+def _first_fit(sizes: np.ndarray, pairs: Sequence[int], T: int, B: int, named: Sequence[int]):
+    """Row and start of each size, and the number of rows in use.
 
-    Units (pairs or single samples) are placed longest first, each into the first microbatch with room for all of it;
-    there each sample of the unit, longest first, into the first row with room.
+    Units (pairs or single sizes) are placed longest first, each into the first microbatch with room for all of it;
+    there each size of the unit, longest first, into the first row with room. `named` are the samples to name in errors.
     """
     units: dict = {}
     for i, pair in enumerate(pairs):
         units.setdefault(pair if pair >= 0 else (i,), []).append(i)
     order = sorted(units.values(), key=lambda unit: -sizes[unit].sum())
-    room, slots = np.full((len(order), B), T), np.zeros((len(order), B), int)
-    row_of, slot_of, start_of = (np.zeros(len(sizes), int) for _ in range(3))
+    room = np.full((len(order), B), T)
+    row_of, start_of = (np.zeros(len(sizes), int) for _ in range(2))
     used = 0  # microbatches
     for unit in order:
         unit = [unit[k] for k in np.argsort(-sizes[unit], kind="stable")]
@@ -138,16 +204,24 @@ def _first_fit(sizes, pairs, T, B):
         if not fits.any():
             raise ValueError(
                 f"pack: samples of one pair must fit into {B} rows of {T} tokens, got {sizes[unit].tolist()} tokens in "
-                f"samples {unit}; raise rows or length"
+                f"samples {[named[i] for i in unit]}; raise rows or length"
             )
         m = int(fits.argmax())
         used = max(used, m + 1)
         for i, row in zip(unit, rows, strict=True):
             b = row[m]
-            row_of[i], slot_of[i], start_of[i] = m * B + b, slots[m, b], T - room[m, b]
+            row_of[i], start_of[i] = m * B + b, T - room[m, b]
             room[m, b] -= sizes[i]
-            slots[m, b] += 1
-    return row_of, slot_of, start_of, int(row_of.max()) + 1
+    return row_of, start_of, int(row_of.max()) + 1
+
+
+def _slots(row: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Number of each sample in its row."""
+    slot, count = np.zeros(len(row), int), np.zeros(int(row.max()) + 1, int)
+    for i in np.lexsort((start, row)):
+        slot[i] = count[row[i]]
+        count[row[i]] += 1
+    return slot
 
 
 def bucket(n):

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .shapes import shaped
-
 Array = Any
 
 
@@ -37,40 +35,34 @@ class Trie:
     own_BA: Array
 
 
-@shaped
 def to_places(trie: Trie, x_BA, fill=0):
     """Values of samples' tokens at the places of tries, [B, T, ...]: those of the first sample; `fill` on padding."""
     return _picked(x_BA, trie.first_BT, fill)
 
 
-@shaped
 def predicted(trie: Trie, x_BA, fill=0):
     """Values that belong to the prediction of a token, [B, T, ...], at the place of the predicted token; `fill` at
     roots, which nothing predicts, and padding."""
-    root_BT = trie.parent_BT == jnp.arange(trie.parent_BT.shape[-1])
+    root_BT = trie.parent_BT == jnp.arange(trie.parent_BT.shape[-1])[None]
     return _picked(x_BA, jnp.where(root_BT, -1, trie.first_BT - 1), fill)
 
 
-@shaped
 def behind_parents(trie: Trie, x_BT):
     """Each place's value at the place before it, [B, T, ...]: what predicts the token there."""
     return _picked(x_BT, trie.parent_BT)
 
 
-@shaped
 def to_samples(trie: Trie, x_BT):
     """Values of places at the samples' tokens, [B, A, ...]. Gradients of shared places add up."""
     return _picked(x_BT, trie.own_BA)
 
 
-@shaped
 def predictions(trie: Trie, x_BT):
     """Values at places of predicted tokens, for the samples' tokens that predict them, [B, A, ...]: token t gets that
     of t + 1. The last token of a sample gets a value without meaning, which is masked, as in rows."""
     return _picked(x_BT, jnp.roll(trie.own_BA, -1, -1))
 
 
-@shaped
 def samples(trie: Trie, segment_BA):
     """Number of samples that share each place, i32[B, T]; 0 on padding."""
     B, T = trie.first_BT.shape

@@ -10,10 +10,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ..core import quantised
+from ..core import trie as tries
 from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
+from ..core.trie import Trie
 from ..parallel import context, experts, rules, vocab
+from . import layout as layouts
 from . import remat, vision
 from .attention import backends
 from .families import FAMILIES
@@ -94,7 +97,7 @@ def family(config):
 @shaped
 def backbone(
     params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run(), packing=True,
-    images=None,
+    images=None, trie: Trie | None = None, weight_BT=None,
 ):  # fmt: skip
     """Embedding, a scan over each stack of layers, final norm.
 
@@ -103,6 +106,8 @@ def backbone(
         None = the routers choose.
       packing: False = each row is one sequence without padding.
       images: the arrays of `vision.arrange`; None or {} = text alone.
+      trie: the layout of rows of tries, whose indices count from their roots; None = rows of sequences.
+      weight_BT: how often a token counts in the statistics of experts; None = once.
 
     Returns:
       hidden_BTD; the `aux` of `Scores`.
@@ -119,11 +124,15 @@ def backbone(
         x_BTD = vision.replaced(x_BTD, seen.merged_BUD, seen.feature_BT)
     mixer = mixers(config.records, position_BT, seen and seen.position_3BT)
     inputs = per_layer(module, params, token_BT, x_BTD, config)
+    counted_BT = segment_BT > 0 if weight_BT is None else weight_BT
     shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
 
     def attend(pattern, found, q_BTNH, k_BTKH=None, v_BTKV=None, sinks_N=None, latent=None):
         k_BTKH, v_BTKV = found or (k_BTKH, v_BTKV)
         how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
+        if trie is not None:
+            keys = k_BTKH, v_BTKV, trie.until_BT, index_BT, sinks_N
+            return context.tree_attention(partial(backends.tree, **how), q_BTNH, *keys, method=run.cp)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
         return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
@@ -133,13 +142,13 @@ def backbone(
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         w = quantised.widened(rules.gather(w, stack.params), x_BTD.dtype) | beside
-        routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
+        routing = moe.Routing(counted_BT, chosen_BTK, run.dispatch, run.expert_kernel)
         mix: AnyMixer
         if isinstance(record, Attention):
             found = () if record.source is None else shared[record.source]
             mix = mixer(record, partial(attend, record.pattern, found))
         else:
-            mix = over_rows(record, segment_BT, run.cp)
+            mix = over_rows(record, segment_BT, run.cp, None if trie is None else trie.parent_BT)
         x_BTD, report = module.block(x_BTD, w, mix, config, routing)
         sums = {name: x for name, x in report.items() if name != "experts"}
         if tapped_BUD is not None:
@@ -264,18 +273,18 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     """
     for each in (config, *(other for _, other in others)):
         _check_output(each)
-    hidden_BTD, aux, into, back = _hidden(params, batch, config, run)
+    hidden_BTD, aux, layout = _hidden(params, batch, config, run)
     frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     made = vocab.score(
-        hidden_BTD, head(params), into(batch.target_BT),
-        temperature_BT=into(temperature_BT), chunk=run.head_chunk, per_chunk=per_chunk,
-        beside=jax.tree.map(into, beside), others=tuple(frozen),
+        layout.predicting(hidden_BTD), head(params), layout.targets(batch.target_BT),
+        temperature_BT=layout.targets(temperature_BT, 1), chunk=run.head_chunk, per_chunk=per_chunk,
+        beside=jax.tree.map(layout.targets, beside), others=tuple(frozen),
         logits=tuple(partial(logits, config=each) for each in (config, *(other for _, other in others))),
     )  # fmt: skip
-    logp, entropy, lse, extra = jax.tree.map(back, made)
+    logp, entropy, lse, extra = jax.tree.map(layout.predictions, made)
     scalar = "score" in params and params["score"].shape[0] == 1
-    value = back(score_head.apply(params, hidden_BTD))[..., 0] if scalar else None
+    value = layout.back(score_head.apply(params, hidden_BTD))[..., 0] if scalar else None
     return Scores(logp, entropy, lse, value, extra, aux)
 
 
@@ -300,17 +309,23 @@ def value(params, batch: Batch, *, config, run: Run = Run()):
 def classify(params, batch: Batch, *, config, run: Run = Run()):
     """Scores of the score head's Y labels at each token, f32[B, T, Y], as `Scores.label_BTY` without log-probabilities:
     the logits of transformers' ForTokenClassification; those of ForSequenceClassification are at the last token."""
-    hidden_BTD, aux, _, back = _hidden(params, batch, config, run)
-    return Scores(None, None, None, aux=aux, label_BTY=back(score_head.apply(params, hidden_BTD)))
+    hidden_BTD, aux, layout = _hidden(params, batch, config, run)
+    return Scores(None, None, None, aux=aux, label_BTY=layout.back(score_head.apply(params, hidden_BTD)))
 
 
 def _hidden(params, batch: Batch, config, run: Run):
-    """Last hidden states in the order of `run.cp`, the `aux` of `Scores`, and functions into that order and back."""
-    into, back = context.arrange(run.cp, batch.token_BT.shape[1])
-    rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
-    chosen_BTLK = jax.tree.map(into, _chosen(batch))
-    images = _images(batch.input, config, into)
-    return *backbone(params, *rows, chosen_BTLK, config=config, run=run, images=images), into, back
+    """Last hidden states at their own places, the `aux` of `Scores`, and the layout of the places."""
+    layout, trie = layouts.of(batch, run.cp), batch.trie
+    rows = map(layout.inputs, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
+    chosen_BTLK = batch.input.get("routed_experts")
+    if chosen_BTLK is not None:  # -1: not replayed
+        chosen_BTLK = layout.inputs(jnp.where(batch.segment_BT[..., None, None] > 0, chosen_BTLK, -1), -1)
+    images = _images(batch.input, config, layout.inputs)
+    weight_BT = None if trie is None else tries.samples(trie, batch.segment_BT)
+    made = backbone(
+        params, *rows, chosen_BTLK, config=config, run=run, images=images, trie=trie, weight_BT=weight_BT
+    )  # fmt: skip
+    return *made, layout
 
 
 def _images(inputs, config, into):
@@ -323,13 +338,5 @@ def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
     if config.vocab < vocabulary:
         raise ValueError(f"score: other models need a vocabulary of at least {vocabulary} entries, got {config.vocab}")
     params = jax.lax.stop_gradient(params)
-    hidden_BTE = _hidden(params, batch.without("routed_experts"), config, run)[0]  # they are the student's
-    return jax.lax.stop_gradient(hidden_BTE), head(params)[:vocabulary]
-
-
-def _chosen(batch: Batch):
-    """The batch's recorded experts, or None; -1 (no replay) on padding."""
-    chosen = batch.input.get("routed_experts")
-    if chosen is None:
-        return None
-    return jnp.where(batch.segment_BT[..., None, None] > 0, chosen, -1)
+    hidden_BTE, _, layout = _hidden(params, batch.without("routed_experts"), config, run)  # they are the student's
+    return jax.lax.stop_gradient(layout.predicting(hidden_BTE)), head(params)[:vocabulary]

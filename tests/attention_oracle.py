@@ -1,4 +1,4 @@
-"""Attention of each sequence alone, in float64 numpy, with its gradients; written from the papers."""
+"""Attention in float64 numpy, of each sequence alone or by a mask, with its gradients; written from the papers."""
 
 import numpy as np
 
@@ -12,35 +12,40 @@ def alone(q_BTNH, k_BTKH, v_BTKV, segment_BT, dout_BTNV, sinks_N=None, *, window
     bidirectional, as many after it. A sink is one more column of the softmax, without a value (gpt-oss,
     arXiv:2508.10925).
     """
-    q, k, v, dout = (np.float64(x) for x in (q_BTNH, k_BTKH, v_BTKV, dout_BTNV))
+    segment_BT = np.asarray(segment_BT)
+    same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
+    index_BT = (same_BTT & np.tri(segment_BT.shape[1], k=-1, dtype=bool)).sum(-1)
+    i, j = index_BT[:, :, None], index_BT[:, None, :]
+    sees_BTT = same_BTT & (True if bidirectional else j <= i) & limits(i, j, window, chunk)
+    return masked(q_BTNH, k_BTKH, v_BTKV, sees_BTT, dout_BTNV, sinks_N, scale=scale, softcap=softcap)
+
+
+def limits(i, j, window=None, chunk=None):
+    """Whether windows and chunks let a query at i see a key at j, both counted from the start of their sequence."""
+    return (window is None or abs(i - j) < window) & (chunk is None or i // chunk == j // chunk)
+
+
+def masked(q_BTNH, k_BSKH, v_BSKV, sees_BTS, dout_BTNV, sinks_N=None, *, scale=None, softcap=None):
+    """`alone` for queries that each see the keys of a mask, at least one."""
+    q, k, v, dout = (np.float64(x) for x in (q_BTNH, k_BSKH, v_BSKV, dout_BTNV))
     N, K, H = q.shape[2], k.shape[2], q.shape[3]
     scale = H**-0.5 if scale is None else scale
     out, dq, dk, dv, dsinks = (np.zeros(shape) for shape in (dout.shape, q.shape, k.shape, v.shape, N))
-    for b, segment_T in enumerate(np.asarray(segment_BT)):
-        for s in np.unique(segment_T):
-            own = np.flatnonzero(segment_T == s)
-            i, j = np.meshgrid(np.arange(len(own)), np.arange(len(own)), indexing="ij")
-            sees = j <= i
-            if bidirectional:
-                sees[:] = True
-            if window is not None:
-                sees &= abs(i - j) < window
-            if chunk is not None:
-                sees &= i // chunk == j // chunk
-            for n in range(N):
-                g = n // (N // K)
-                product = scale * q[b, own, n] @ k[b, own, g].T
-                score = product if softcap is None else softcap * np.tanh(product / softcap)
-                sink = np.full((len(own), 1), -np.inf if sinks_N is None else np.float64(sinks_N[n]))
-                logits = np.concatenate([np.where(sees, score, -np.inf), sink], 1)
-                p = np.exp(logits - logits.max(-1, keepdims=True))
-                p /= p.sum(-1, keepdims=True)
-                out[b, own, n] = p[:, :-1] @ v[b, own, g]
-                dp = np.concatenate([dout[b, own, n] @ v[b, own, g].T, np.zeros_like(sink)], 1)
-                ds = p * (dp - (p * dp).sum(-1, keepdims=True))
-                dsinks[n] += ds[:, -1].sum()
-                ds = ds[:, :-1] * (1 if softcap is None else np.cosh(product / softcap) ** -2) * scale
-                dq[b, own, n] = ds @ k[b, own, g]
-                dk[b, own, g] += ds.T @ q[b, own, n]
-                dv[b, own, g] += p[:, :-1].T @ dout[b, own, n]
+    for b, sees in enumerate(sees_BTS):
+        for n in range(N):
+            g = n // (N // K)
+            product = scale * q[b, :, n] @ k[b, :, g].T
+            score = product if softcap is None else softcap * np.tanh(product / softcap)
+            sink = np.full((len(sees), 1), -np.inf if sinks_N is None else np.float64(sinks_N[n]))
+            logits = np.concatenate([np.where(sees, score, -np.inf), sink], 1)
+            p = np.exp(logits - logits.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            out[b, :, n] = p[:, :-1] @ v[b, :, g]
+            dp = np.concatenate([dout[b, :, n] @ v[b, :, g].T, np.zeros_like(sink)], 1)
+            ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+            dsinks[n] += ds[:, -1].sum()
+            ds = ds[:, :-1] * (1 if softcap is None else np.cosh(product / softcap) ** -2) * scale
+            dq[b, :, n] = ds @ k[b, :, g]
+            dk[b, :, g] += ds.T @ q[b, :, n]
+            dv[b, :, g] += p[:, :-1].T @ dout[b, :, n]
     return out, dq, dk, dv, None if sinks_N is None else dsinks

@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 
 from . import chunked
+from . import tree as tries
 from .pattern import PLAIN, Pattern
 
 Name = Literal["auto", "chunked", "splash", "cudnn", "triton"]
@@ -28,6 +29,7 @@ class Needs:
       query_chunk: queries per chunk, if a chunk size is requested.
       window, chunk, scale, softcap, bidirectional: those of the `Pattern`.
       sinks: each head has a learnt logit without a value (attention sinks, arXiv:2508.10925).
+      tree: rows hold tries, whose tokens see those on their path from the root.
     """
 
     platform: str
@@ -45,6 +47,7 @@ class Needs:
     softcap: float | None = None
     bidirectional: bool = False
     sinks: bool = False
+    tree: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Supports:
     softcap: bool = False
     bidirectional: bool = False
     sinks: bool = False
+    tree: bool = False
 
 
 HALF = "bfloat16", "float16"
@@ -88,11 +92,11 @@ BACKENDS: dict[str, Supports] = {
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True, scale=True),
     "triton": Supports(
         ("gpu",), FLOAT, most_head_dim=256, value_dim=True, packing=True, other_keys=True, ring=True, window=True,
-        chunk=True, scale=True, softcap=True, bidirectional=True, sinks=True,
+        chunk=True, scale=True, softcap=True, bidirectional=True, sinks=True, tree=True,
     ),
     "chunked": Supports(
         value_dim=True, packing=True, other_keys=True, ring=True, query_chunk=True, window=True, chunk=True, scale=True,
-        softcap=True, bidirectional=True, sinks=True,
+        softcap=True, bidirectional=True, sinks=True, tree=True,
     ),
 }  # fmt: skip
 
@@ -117,6 +121,7 @@ def refusals(name: str, needs: Needs) -> list[str]:
         "softcap": has.softcap or needs.softcap is None,
         "bidirectional": has.bidirectional or not needs.bidirectional,
         "sinks": has.sinks or not needs.sinks,
+        "tree": has.tree or not needs.tree,
     }
     return [f"{feature} {getattr(needs, feature)}" for feature, ok in supported.items() if not ok]
 
@@ -180,3 +185,21 @@ def ring(
     if name == "chunked":
         return chunked.ring(*rows, query_chunk=query_chunk, **how)
     return importlib.import_module(f".{name}", __package__).ring(*rows, **how)
+
+
+def tree(
+    q_BTNH, k_BSKH, v_BSKV, place_BT, position_BT, until_BS, position_BS, sinks_N=None, *, backend: Name,
+    pattern: Pattern = PLAIN, query_chunk: int | None = None,
+):  # fmt: skip
+    """`tree.tree`, computed by a backend. Raises as `choose`, and if the pattern is bidirectional."""
+    if pattern.bidirectional:
+        raise ValueError("attention: tokens of a trie see only those before them, got a bidirectional pattern")
+    needs = Needs(
+        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3],
+        query_chunk=query_chunk, sinks=sinks_N is not None, tree=True, **asdict(pattern),
+    )  # fmt: skip
+    name = choose(backend, needs)
+    rows = q_BTNH, k_BSKH, v_BSKV, place_BT, position_BT, until_BS, position_BS, sinks_N
+    if name == "chunked":
+        return tries.tree(*rows, pattern=pattern, query_chunk=query_chunk)
+    return importlib.import_module(f".{name}", __package__).tree(*rows, pattern=pattern)

@@ -48,9 +48,9 @@ def causal(
     """
     here = segment_BT, index_BT
     there = here if key_index_BS is None else (key_segment_BS, key_index_BS)
-    heads = _heads_first(q_BTNH, k_BSKH, v_BSKV, pattern)
+    heads = heads_first(q_BTNH, k_BSKH, v_BSKV, pattern)
     out_BKGTV, lse_BKGT1 = _causal(*heads, here, there, pattern, query_chunk, key_index_BS is None)
-    return sinks.add(_heads_last(out_BKGTV), _heads_last(lse_BKGT1)[..., 0], sinks_N)
+    return sinks.add(heads_last(out_BKGTV), heads_last(lse_BKGT1)[..., 0], sinks_N)
 
 
 @shaped
@@ -62,11 +62,11 @@ def ring(
     keep = partial(checkpoint_name, name=OUTPUT)
     how = dict(pattern=pattern, query_chunk=query_chunk)
     attend = rings.attention(partial(forward, **how), partial(backward, **how), keep, axis)
-    out_BKGTV, lse_BKGT1 = attend(*_heads_first(q_BTNH, k_BTKH, v_BTKV, pattern), (segment_BT, index_BT))
-    return sinks.add(_heads_last(out_BKGTV), _heads_last(lse_BKGT1)[..., 0], sinks_N)
+    out_BKGTV, lse_BKGT1 = attend(*heads_first(q_BTNH, k_BTKH, v_BTKV, pattern), (segment_BT, index_BT))
+    return sinks.add(heads_last(out_BKGTV), heads_last(lse_BKGT1)[..., 0], sinks_N)
 
 
-def _heads_first(q_BTNH, k_BSKH, v_BSKV, pattern):
+def heads_first(q_BTNH, k_BSKH, v_BSKV, pattern):
     """Transposes to (batch, head)-major for plain batched matmuls, and scales the queries."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -74,7 +74,7 @@ def _heads_first(q_BTNH, k_BSKH, v_BSKV, pattern):
     return q_BKGTH, k_BSKH.transpose(0, 2, 1, 3), v_BSKV.transpose(0, 2, 1, 3)
 
 
-def _heads_last(out_BKGTV):
+def heads_last(out_BKGTV):
     B, K, G, T, V = out_BKGTV.shape
     return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, V)
 
@@ -133,12 +133,12 @@ def forward(q_BKGTH, k_BKSH, v_BKSV, here, there, *, pattern, query_chunk, align
         k_BKXH, v_BKXV, there_BX = k_BKSH[:, :, keys], v_BKSV[:, :, keys], [x[:, keys] for x in there]
 
         def attend(cut, look):
-            places_BC, there_BY = [cut(x, 1) for x in places], [look(x, 1) for x in there_BX]
-            score_BKGCY, _ = _scores(cut(q_BKGQH, 3), look(k_BKXH, 2), places_BC, there_BY, pattern)
+            sees_BCY = _sees([cut(x, 1) for x in places], [look(x, 1) for x in there_BX], pattern)
+            score_BKGCY, _ = scores(cut(q_BKGQH, 3), look(k_BKXH, 2), sees_BCY, pattern)
             top_BKGC1 = score_BKGCY.max(-1, keepdims=True)
             weight_BKGCY = jnp.exp(score_BKGCY - top_BKGC1)
             sum_BKGC1 = weight_BKGCY.sum(-1, keepdims=True)
-            mean_BKRV = _rows(weight_BKGCY).astype(v_BKXV.dtype) @ look(v_BKXV, 2)
+            mean_BKRV = rows(weight_BKGCY).astype(v_BKXV.dtype) @ look(v_BKXV, 2)
             out_BKGCV = (mean_BKRV.reshape(*score_BKGCY.shape[:-1], -1) / sum_BKGC1).astype(v_BKXV.dtype)
             return (), (out_BKGCV, top_BKGC1 + jnp.log(sum_BKGC1))
 
@@ -163,12 +163,9 @@ def backward(
       inner_BKGT1: sum over V of dout * out, less the gradient of lse: a score's gradient is its probability times
         (dout v - inner).
     """
-    wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
-    product = partial(jnp.einsum, preferred_element_type=wide)
     size = _size(q_BKGTH.shape[3], query_chunk)
 
-    # Sums over queries are [head, key]: matmuls without transposed operands are twice as fast on CPUs.
-    q_BKHGT, dout_BKVGT = (x_BKGTH.transpose(0, 1, 4, 2, 3) for x_BKGTH in (q_BKGTH, dout_BKGTV))
+    q_BKHGT, dout_BKVGT = turned(q_BKGTH), turned(dout_BKGTV)
 
     def run(queries, seen, keys, reach):
         of_queries = q_BKGTH, dout_BKGTV, lse_BKGT1, inner_BKGT1
@@ -177,17 +174,11 @@ def backward(
         k_BKXH, v_BKXV, there_BX = k_BKSH[:, :, keys], v_BKSV[:, :, keys], [x[:, keys] for x in there]
 
         def attend(cut, look):
-            k_BKYH, v_BKYV, there_BY = look(k_BKXH, 2), look(v_BKXV, 2), [look(x, 1) for x in there_BX]
-            score_BKGCY, slope_BKGCY = _scores(cut(q_BKGQH, 3), k_BKYH, [cut(x, 1) for x in places], there_BY, pattern)
-            prob_BKRY = _rows(jnp.exp(score_BKGCY - cut(lse_BKGQ1, 3)))
-            dprob_BKRY = product("BKRV,BKYV->BKRY", _rows(cut(dout_BKGQV, 3)), v_BKYV)
-            dscore_BKRY = prob_BKRY * (dprob_BKRY - _rows(cut(inner_BKGQ1, 3)))
-            dscore_BKRY = (dscore_BKRY if slope_BKGCY is None else dscore_BKRY * _rows(slope_BKGCY)).astype(narrow)
-            q_BKHR, dout_BKVR = (cut(x, 4).reshape(*x.shape[:3], -1) for x in (q_BKHGQ, dout_BKVGQ))
-            dv_BKVY = product("BKVR,BKRY->BKVY", dout_BKVR, prob_BKRY.astype(narrow))
-            dk_BKHY = product("BKHR,BKRY->BKHY", q_BKHR, dscore_BKRY)
-            dq_BKRH = product("BKRY,BKYH->BKRH", dscore_BKRY, k_BKYH)
-            return (dk_BKHY, dv_BKVY), (dq_BKRH.reshape(*score_BKGCY.shape[:-1], -1),)
+            sees_BCY = _sees([cut(x, 1) for x in places], [look(x, 1) for x in there_BX], pattern)
+            of_queries = (q_BKGQH, 3), (q_BKHGQ, 4), (dout_BKGQV, 3), (dout_BKVGQ, 4), (lse_BKGQ1, 3), (inner_BKGQ1, 3)
+            queries = tuple(cut(*x) for x in of_queries)
+            dq_BKGCH, *sums = gradients(queries, look(k_BKXH, 2), look(v_BKXV, 2), sees_BCY, pattern)
+            return sums, (dq_BKGCH,)
 
         count = _count(reach, size, pattern)
         sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], count)
@@ -196,7 +187,7 @@ def backward(
 
     dq = []
     B, K, S, H = k_BKSH.shape
-    dk_BKHS, dv_BKVS = (jnp.zeros((B, K, each, S), wide) for each in (H, v_BKSV.shape[3]))
+    dk_BKHS, dv_BKVS = (jnp.zeros((B, K, each, S), lse_BKGT1.dtype) for each in (H, v_BKSV.shape[3]))
     for queries, ways in _runs(q_BKGTH.shape[3], S, pattern.span, size, aligned, pattern.bidirectional):
         seen = ways[0][0]
         dq_BKGQH, *more = _with_fewest_keys(partial(run, queries, seen), ways, queries, here, size, pattern)
@@ -288,22 +279,53 @@ def _with_fewest_keys(attend, ways, queries, here, size, pattern):
     return jax.lax.switch(sum((needed <= reach).astype(jnp.int32) for _, reach in ways[1:]), branches)
 
 
-def _rows(x_BKGCX):
+def _sees(here, there, pattern):
+    """Which keys each query sees, of its own segment and by the pattern: bool[B, C, X]."""
+    segment_BC1, index_BC1 = (x[:, :, None] for x in here)
+    segment_B1X, index_B1X = (x[:, None, :] for x in there)
+    return (segment_BC1 == segment_B1X) & pattern.sees(index_BC1, index_B1X)
+
+
+def rows(x_BKGCX):
     """Merges the query heads of a kv head into the rows of one matmul."""
     B, K, G, C, X = x_BKGCX.shape
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
-def _scores(q_BKGCH, k_BKXH, here, there, pattern):
+def turned(x_BKGTH):
+    """Heads before queries: sums over queries are [head, key], because matmuls without transposed operands are twice as
+    fast on CPUs."""
+    return x_BKGTH.transpose(0, 1, 4, 2, 3)
+
+
+def scores(q_BKGCH, k_BKXH, sees_BCX, pattern):
     """(scores of a chunk of queries over its keys, with -1e30 added where masked; the softcap's derivative or None)."""
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
-    segment_BC1, index_BC1 = (x[:, :, None] for x in here)
-    segment_B1X, index_B1X = (x[:, None, :] for x in there)
-    sees_BCX = (segment_BC1 == segment_B1X) & pattern.sees(index_BC1, index_B1X)
     mask_BCX = jnp.where(sees_BCX, 0, wide.type(-1e30))
-    score_BKRX = jnp.einsum("BKRH,BKXH->BKRX", _rows(q_BKGCH), k_BKXH, preferred_element_type=wide)
+    score_BKRX = jnp.einsum("BKRH,BKXH->BKRX", rows(q_BKGCH), k_BKXH, preferred_element_type=wide)
     score_BKGCX, slope_BKGCX = score_BKRX.reshape(*q_BKGCH.shape[:-1], -1), None
     if pattern.softcap is not None:
         bent_BKGCX = jnp.tanh(score_BKGCX / pattern.softcap)
         score_BKGCX, slope_BKGCX = pattern.softcap * bent_BKGCX, 1 - bent_BKGCX**2
     return score_BKGCX + mask_BCX[:, None, None], slope_BKGCX
+
+
+def gradients(queries, k_BKXH, v_BKXV, sees_BCX, pattern):
+    """dq_BKGCH, dk_BKHX, dv_BKVX of a chunk of queries over its keys, in fp32 or wider.
+
+    Args:
+      queries: queries and gradients of outputs, each as they are and `turned`; lse and inner, as in `backward`.
+    """
+    q_BKGCH, q_BKHGC, dout_BKGCV, dout_BKVGC, lse_BKGC1, inner_BKGC1 = queries
+    wide, narrow = lse_BKGC1.dtype, q_BKGCH.dtype
+    product = partial(jnp.einsum, preferred_element_type=wide)
+    score_BKGCX, slope_BKGCX = scores(q_BKGCH, k_BKXH, sees_BCX, pattern)
+    prob_BKRX = rows(jnp.exp(score_BKGCX - lse_BKGC1))
+    dprob_BKRX = product("BKRV,BKXV->BKRX", rows(dout_BKGCV), v_BKXV)
+    dscore_BKRX = prob_BKRX * (dprob_BKRX - rows(inner_BKGC1))
+    dscore_BKRX = (dscore_BKRX if slope_BKGCX is None else dscore_BKRX * rows(slope_BKGCX)).astype(narrow)
+    q_BKHR, dout_BKVR = (x.reshape(*x.shape[:3], -1) for x in (q_BKHGC, dout_BKVGC))
+    dv_BKVX = product("BKVR,BKRX->BKVX", dout_BKVR, prob_BKRX.astype(narrow))
+    dk_BKHX = product("BKHR,BKRX->BKHX", q_BKHR, dscore_BKRX)
+    dq_BKRH = product("BKRX,BKXH->BKRH", dscore_BKRX, k_BKXH)
+    return dq_BKRH.reshape(q_BKGCH.shape), dk_BKHX, dv_BKVX

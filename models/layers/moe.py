@@ -56,14 +56,14 @@ class Routing:
     """Inputs and options of MoE layers.
 
     Attributes:
-      real_BT: tokens included in the statistics; None = all.
+      weight_BT: how often each token counts in the statistics, 0 = not at all; None = once.
       chosen_BTK: experts to use instead of the router's choice (routing replay); their weights still come from the
         router. Tokens with a negative entry are routed as usual. None = all are.
       dispatch: how tokens reach experts on other devices, see `parallel.experts`.
       kernel: grouped matmul kernel, see `grouped`.
     """
 
-    real_BT: Any = None
+    weight_BT: Any = None
     chosen_BTK: Any = None
     dispatch: experts.Method = "gather"
     kernel: grouped.Kernel = "blocked"
@@ -100,7 +100,7 @@ def mlp(x_BTD, w, router: Router, activation: Activation = SILU, *, routing: Rou
     if "shared_up" in w:
         out_BTD = out_BTD + shared(x_BTD, w, activation)
     prob_BTE = score_BTE if router.score == "softmax" else score_BTE / jnp.sum(score_BTE, -1, keepdims=True)
-    return out_BTD, statistics(logits_BTE, prob_BTE, index_BTK, routing.real_BT) | {"experts": index_BTK}
+    return out_BTD, statistics(logits_BTE, prob_BTE, index_BTK, routing.weight_BT) | {"experts": index_BTK}
 
 
 def scores(x_BTD, w, router: Router):
@@ -146,21 +146,25 @@ def weigh(score_BTE, index_BTK, router: Router):
     return weight_BTK * router.scale
 
 
-def statistics(logits_BTE, prob_BTE, index_BTK, real_BT=None):
-    """Sums over the real tokens: times each expert is chosen "load" [E], its probability "prob" [E], squared
+def statistics(logits_BTE, prob_BTE, index_BTK, weight_BT=None):
+    """Weighted sums over the tokens: times each expert is chosen "load" [E], its probability "prob" [E], squared
     log-sum-exp of the router's logits "lse2", and number of "tokens". Gradients flow through "prob" and "lse2".
 
     Args:
       prob_BTE: softmax scores; sigmoid scores divided by their sum over all experts, as in DeepSeek-V3's balance loss.
     """
-    real_BT = jnp.ones(index_BTK.shape[:2], bool) if real_BT is None else real_BT
+    weight_BT = jnp.ones(index_BTK.shape[:2], bool) if weight_BT is None else weight_BT
     count_BTE = jnp.sum(jax.nn.one_hot(index_BTK, prob_BTE.shape[-1], dtype=prob_BTE.dtype), 2)
-    over_tokens = lambda x: jnp.sum(jnp.where(real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2)), x, 0), (0, 1))
+
+    def over_tokens(x):
+        weight = weight_BT.reshape(*weight_BT.shape, *[1] * (x.ndim - 2))
+        return jnp.sum(jnp.where(weight > 0, weight.astype(x.dtype) * x, 0), (0, 1))
+
     return {
         "load": over_tokens(count_BTE),
         "prob": over_tokens(prob_BTE),
         "lse2": over_tokens(jnp.square(jax.nn.logsumexp(logits_BTE, -1))),
-        "tokens": over_tokens(jnp.ones(real_BT.shape, prob_BTE.dtype)),
+        "tokens": over_tokens(jnp.ones(weight_BT.shape, prob_BTE.dtype)),
     }
 
 
