@@ -202,7 +202,7 @@ def _forward_tries(prepare, inputs, where, source_LMB):
     given, x_LM = (*inputs, *where), _numbers(source_LMB)
     first = _zeros(prepare, given)
     states = jnp.zeros((x_LM.size, *first.shape), first.dtype)
-    _, out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
+    (states, _), out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
     return out, (inputs, where, source_LMB, checkpoint_name(states, STATES))
 
 
