@@ -73,6 +73,22 @@ def test_training_on_given_rows(place, name):
     same(lines["auto"], lines["off"], place / f"{name}-auto/model", place / f"{name}-off/model")
 
 
+@pytest.mark.mesh
+@pytest.mark.parametrize("method, layout", [
+    ("gather", Layout(fsdp=2, cp=2, tp=2)), ("ulysses", Layout(fsdp=2, cp=2)),
+])  # fmt: skip
+def test_a_mesh(place, method, layout):
+    given = dict(data=str(place / "sft.jsonl"), steps=3, batch=16, length=64, rows=2, optim=job_program.PLAIN)
+    lines = []
+    for name, own in {
+        "rows": {}, "mesh": dict(trie="auto", mesh=layout, run=models.Run(cp=method))
+    }.items():  # fmt: skip
+        out = place / f"{method}-{name}"
+        sft.main(sft.Config(model=str(place / "model"), out=str(out), **given, **own))
+        lines.append(list(run_dir.read_lines(out / "metrics.jsonl")))
+    same(*reversed(lines), place / f"{method}-mesh/model", place / f"{method}-rows/model")
+
+
 def same(lines, wanted, model, wanted_model):
     """Checks metrics, but the one of tries, and that weights moved alike."""
     assert len(lines) == len(wanted) >= 3
@@ -100,7 +116,7 @@ def groups(seed: int, prompt: int = 12) -> list:
     return [made[i : i + 4] for i in range(0, 16, 4)]
 
 
-BESIDE = job_program.BESIDE | {
+BESIDE = {name: job_program.BESIDE[name] for name in ("reference", "critic", "teacher", "adapters")} | {
     "distillation": lambda model: dict(objective=losses.GRPO(), teacher=model, distill_coef=0.5)
 }
 
