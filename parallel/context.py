@@ -109,3 +109,31 @@ def attention(
     return island(local, (heads, heads, heads, each, each, sinks), heads)(
         q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
     )
+
+
+def tree_attention(tree, q_BTNH, k_BTKH, v_BTKV, until_BT, position_BT, sinks_N=None, *, method: Method = "gather"):
+    """Runs `tree` in a shard_map over the ambient mesh, as `attention` does.
+
+    "gather" fetches all keys even if the pattern has a window: other branches stand between a token and the one before
+    it in its sample.
+
+    Args:
+      tree: f(q, k, v, place_BT, position_BT, until_BS, position_BS, sinks) -> out_BTNV, as `models.attention.tree`.
+
+    Raises:
+      ValueError: the method is "ring" and cp > 1; and as `attention`.
+    """
+    if method == "ring" and meshes.size("cp") > 1:
+        raise ValueError(
+            "attention: tries over cp need gather or ulysses, got ring; its order balances whole triangles"
+        )
+
+    def attend(q_BTNH, k_BSKH, v_BSKV, until_BT, position_BT, sinks_N, key_segment_BS=None, key_index_BS=None):
+        """Gets until and position in the place of segments and indices."""
+        place_BT = jnp.broadcast_to(jnp.arange(until_BT.shape[1], dtype=jnp.int32), until_BT.shape)
+        if key_segment_BS is None:
+            return tree(q_BTNH, k_BSKH, v_BSKV, place_BT, position_BT, until_BT, position_BT, sinks_N)
+        place_BT += jax.lax.axis_index("cp") * until_BT.shape[1]
+        return tree(q_BTNH, k_BSKH, v_BSKV, place_BT, position_BT, key_segment_BS, key_index_BS, sinks_N)
+
+    return attention(attend, None, q_BTNH, k_BTKH, v_BTKV, until_BT, position_BT, sinks_N, method=method)

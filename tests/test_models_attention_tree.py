@@ -16,6 +16,7 @@ from areax.core.segments import segment_index
 from areax.models import remat
 from areax.models.attention import backends, chunked, tree
 from areax.models.attention.pattern import PLAIN, Pattern
+from areax.parallel import context, mesh
 
 B, T, N, K, H = 2, 64, 4, 2, 8
 NAMES = "out", "dq", "dk", "dv", "dsinks"
@@ -211,3 +212,46 @@ def test_backends_of_tries():
     assert [choose(platform) for platform in ("cpu", "gpu", "tpu")] == ["chunked", "triton", "chunked"]
     with pytest.raises(ValueError, match="attention splash: tree True not supported; use chunked"):
         choose("tpu", "splash")
+
+
+LAYOUTS = {
+    "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2),
+    "fsdp2 cp2 tp2": mesh.Layout(fsdp=2, cp=2, tp=2),
+    "dp2 cp4": mesh.Layout(dp=2, cp=4),
+}
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("devices", LAYOUTS)
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_places_over_devices(kind, devices, method):
+    """Values and gradients equal those of one device."""
+    position_BT, until_BT, _ = layout([row(*tries, align=4) for tries in GROUPS])
+    q, k, v, dout, sinks_N = arrays(5, True)
+    pattern = Pattern(**PATTERNS[kind])
+
+    local = partial(tree.tree, pattern=pattern)
+
+    def attend(q, k, v, sinks_N):
+        return context.tree_attention(local, q, k, v, until_BT, position_BT, sinks_N, method=method)
+
+    @jax.jit
+    def passes_on_mesh(*inputs):
+        out, back = jax.vjp(attend, *inputs)
+        return out, *back(dout)
+
+    with jax.set_mesh(mesh.make(LAYOUTS[devices])), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "ON_CPU", SIZES[0])
+        got = passes_on_mesh(q, k, v, sinks_N)
+    wanted = run(q, k, v, places(), position_BT, until_BT, dout, sinks_N, pattern=pattern)
+    for name, ours, theirs in zip(NAMES, got, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+
+
+def test_a_ring_takes_no_tries():
+    q, k, v, *_ = arrays()
+    attend = partial(context.tree_attention, tree.tree, q, k, v, places() + 1, places(), method="ring")
+    with jax.set_mesh(mesh.make(mesh.Layout(cp=2, dp=2, tp=2))):
+        with pytest.raises(ValueError, match="attention: tries over cp need gather or ulysses, got ring"):
+            attend()

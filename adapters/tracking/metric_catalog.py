@@ -412,6 +412,7 @@ METRICS = {
     "tokens_per_second": "tokens of the samples of the step per second of wall time",
     "too_long": "rows of the step left out because they do not fit a packed row",
     "trainer_idle": "fraction of the step without an update, save or host copy",
+    "trie_ratio": "tokens computed over those of the samples, with --trie auto; 1 = none are shared",
     "truncated": "fraction of answers truncated at the length limit",
     "unscorable": "fraction of answers without a reward, excluded from training",
     "unusable_fraction": "fraction of sampled tokens with a log-probability that is not finite, excluded from training",

@@ -175,9 +175,9 @@ def backward(
 
         def attend(cut, look):
             sees_BCY = _sees([cut(x, 1) for x in places], [look(x, 1) for x in there_BX], pattern)
-            of_chunk = (cut(x, 3) for x in (q_BKGQH, dout_BKGQV, lse_BKGQ1, inner_BKGQ1))
-            heads = (cut(x, 4) for x in (q_BKHGQ, dout_BKVGQ))
-            dq_BKGCH, *sums = gradients(*of_chunk, *heads, look(k_BKXH, 2), look(v_BKXV, 2), sees_BCY, pattern)
+            of_queries = (q_BKGQH, 3), (q_BKHGQ, 4), (dout_BKGQV, 3), (dout_BKVGQ, 4), (lse_BKGQ1, 3), (inner_BKGQ1, 3)
+            queries = tuple(cut(*x) for x in of_queries)
+            dq_BKGCH, *sums = gradients(queries, look(k_BKXH, 2), look(v_BKXV, 2), sees_BCY, pattern)
             return sums, (dq_BKGCH,)
 
         count = _count(reach, size, pattern)
@@ -310,10 +310,13 @@ def scores(q_BKGCH, k_BKXH, sees_BCX, pattern):
     return score_BKGCX + mask_BCX[:, None, None], slope_BKGCX
 
 
-def gradients(
-    q_BKGCH, dout_BKGCV, lse_BKGC1, inner_BKGC1, q_BKHGC, dout_BKVGC, k_BKXH, v_BKXV, sees_BCX, pattern
-):  # fmt: skip
-    """What a chunk of queries and its keys give each other: dq_BKGCH, dk_BKHX, dv_BKVX in fp32 or wider."""
+def gradients(queries, k_BKXH, v_BKXV, sees_BCX, pattern):
+    """dq_BKGCH, dk_BKHX, dv_BKVX of a chunk of queries over its keys, in fp32 or wider.
+
+    Args:
+      queries: queries and gradients of outputs, each as they are and `turned`; lse and inner, as in `backward`.
+    """
+    q_BKGCH, q_BKHGC, dout_BKGCV, dout_BKVGC, lse_BKGC1, inner_BKGC1 = queries
     wide, narrow = lse_BKGC1.dtype, q_BKGCH.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
     score_BKGCX, slope_BKGCX = scores(q_BKGCH, k_BKXH, sees_BCX, pattern)

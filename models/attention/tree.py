@@ -65,10 +65,11 @@ def _tree_forward(q_BKGTH, k_BKSH, v_BKSV, here, there, pattern, query_chunk):
 
 
 def _tree_backward(pattern, query_chunk, kept, given):
-    *block, out_BKGTV, lse_BKGT1 = kept
+    q_BKGTH, k_BKSH, v_BKSV, here, there, out_BKGTV, lse_BKGT1 = kept
     dout_BKGTV, dlse_BKGT1 = given
     inner_BKGT1 = jnp.sum(dout_BKGTV.astype(lse_BKGT1.dtype) * out_BKGTV, -1, keepdims=True) - dlse_BKGT1
-    grads = _backward(*block, lse_BKGT1, inner_BKGT1, dout_BKGTV, pattern, query_chunk)
+    of_scores = lse_BKGT1, inner_BKGT1
+    grads = _backward(q_BKGTH, k_BKSH, v_BKSV, here, there, of_scores, dout_BKGTV, pattern, query_chunk)
     return *(dx.astype(x.dtype) for dx, x in zip(grads, kept, strict=False)), None, None
 
 
@@ -85,8 +86,9 @@ def _forward(q_BKGTH, k_BKSH, v_BKSV, here, there, pattern, query_chunk):
     def attend(_, given):
         q_BKGCH, here_BC, needed = given
 
-        def look(k_BKXH, v_BKXV, sees_BCX, sums):
+        def look(at, sums):
             out_BKGCV, top_BKGC1, sum_BKGC1 = sums
+            k_BKXH, v_BKXV, sees_BCX = _seen(keys, at, here_BC, pattern)
             score_BKGCX, _ = scores(q_BKGCH, k_BKXH, sees_BCX, pattern)
             new_BKGC1 = jnp.maximum(top_BKGC1, score_BKGCX.max(-1, keepdims=True))
             # While a query has seen no key, both are 1; the block with its first key multiplies that by 0.
@@ -95,37 +97,37 @@ def _forward(q_BKGTH, k_BKSH, v_BKSV, here, there, pattern, query_chunk):
             out_BKGCV = out_BKGCV * shrink_BKGC1 + mean_BKRV.reshape(out_BKGCV.shape)
             return out_BKGCV, new_BKGC1, sum_BKGC1 * shrink_BKGC1 + weight_BKGCX.sum(-1, keepdims=True)
 
-        shape = 1, K, G, chunk
-        start = jnp.zeros((*shape, V), wide), jnp.full((*shape, 1), -1e30, wide), jnp.zeros((*shape, 1), wide)
-        body = lambda at, sums: look(*_seen(keys, at, here_BC, pattern), sums)
-        out_BKGCV, top_BKGC1, sum_BKGC1 = _over(needed, body, start)
+        full = lambda value, size: jnp.full((1, K, G, chunk, size), value, wide)
+        out_BKGCV, top_BKGC1, sum_BKGC1 = _over(needed, look, (full(0, V), full(-1e30, 1), full(0, 1)))
         return (), ((out_BKGCV / sum_BKGC1).astype(v_BKSV.dtype), top_BKGC1 + jnp.log(sum_BKGC1))
 
     _, made = jax.lax.scan(attend, (), (_parts(q_BKGTH, 3, chunk), _parts(here, 1, chunk), needed))
     return tuple(_whole(x, 3, B, T) for x in made)
 
 
-def _backward(q_BKGTH, k_BKSH, v_BKSV, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTV, pattern, query_chunk):
-    """(dq, dk, dv) in fp32 or wider; `inner` as in `chunked.backward`."""
+def _backward(q_BKGTH, k_BKSH, v_BKSV, here, there, of_scores, dout_BKGTV, pattern, query_chunk):
+    """(dq, dk, dv) in fp32 or wider; `of_scores` are lse and inner, as in `chunked.backward`."""
     (B, K, _, T, _), (_, _, S, H), V = q_BKGTH.shape, k_BKSH.shape, v_BKSV.shape[3]
     chunk, block = _sizes(T, S, query_chunk)
+    wide = of_scores[0].dtype
     keys, needed = _keys(k_BKSH, v_BKSV, there, block), _needed(here, there, pattern, chunk, block)
 
     def attend(sums, given):
-        of_chunk, heads, here_BC, needed = given
+        (q_BKGCH, dout_BKGCV), of_scores, here_BC, needed = given
+        queries = q_BKGCH, turned(q_BKGCH), dout_BKGCV, turned(dout_BKGCV), *of_scores
 
         def look(at, sums):
-            dq_BKGCH, *of_keys = sums
-            more, *new = gradients(*of_chunk, *heads, *_seen(keys, at, here_BC, pattern), pattern)
-            return dq_BKGCH + more, *(x.at[at].add(each) for x, each in zip(of_keys, new, strict=True))
+            k_BKXH, v_BKXV, sees_BCX = _seen(keys, at, here_BC, pattern)
+            new = gradients(queries, k_BKXH, v_BKXV, sees_BCX, pattern)
+            dq_BKGCH, dk, dv = sums
+            return dq_BKGCH + new[0], dk.at[at].add(new[1]), dv.at[at].add(new[2])
 
-        dq_BKGCH, *sums = _over(needed, look, (jnp.zeros(of_chunk[0].shape, lse_BKGT1.dtype), *sums))
+        dq_BKGCH, *sums = _over(needed, look, (jnp.zeros(q_BKGCH.shape, wide), *sums))
         return sums, dq_BKGCH
 
-    zeros = [jnp.zeros((len(keys[0]), 1, K, each, block), lse_BKGT1.dtype) for each in (H, V)]
-    of_chunks = _parts((q_BKGTH, dout_BKGTV, lse_BKGT1, inner_BKGT1), 3, chunk)
-    heads = _parts((turned(q_BKGTH), turned(dout_BKGTV)), 4, chunk)
-    sums, dq = jax.lax.scan(attend, zeros, (of_chunks, heads, _parts(here, 1, chunk), needed))
+    sums = [jnp.zeros((len(keys[0]), 1, K, size, block), wide) for size in (H, V)]
+    of_queries = *(_parts(x, 3, chunk) for x in ((q_BKGTH, dout_BKGTV), of_scores)), _parts(here, 1, chunk)
+    sums, dq = jax.lax.scan(attend, sums, (*of_queries, needed))
     return _whole(dq, 3, B, T), *(_whole(x, 3, B, S).swapaxes(2, 3) for x in sums)
 
 
