@@ -8,12 +8,14 @@ from areax.rollout.types import Sample
 
 
 def samples(
-    vocabulary: int = 64, seed: int = 0, shared: int = 13, routed: tuple[int, int, int] | None = None
-) -> list[Sample]:
-    """16 samples of four groups, in pairs.
+    vocabulary: int = 64, seed: int = 0, shared: int = 13, routed: tuple[int, int, int] | None = None,
+    pairs: bool = False,
+) -> list[Sample]:  # fmt: skip
+    """16 samples of four groups.
 
     Args:
       shared: length of a prompt, and of an episode's first turn.
+      pairs: they are pairs, chosen and rejected.
       routed: layers, experts of a token, and experts: every sample replays its own, the same where prompts are shared.
     """
     rng = np.random.default_rng(seed)
@@ -29,7 +31,8 @@ def samples(
         history = history + draw(4)
     alone = draw(8)
     made += [(alone, draw(3), 3), (alone, draw(5), 3), (draw(4), draw(11), 3), (draw(2), draw(2), 3)]
-    return [one(i, prompt, tail, group, rng, routed) for i, (prompt, tail, group) in enumerate(made)]
+    made = [one(i, prompt, tail, group, rng, routed) for i, (prompt, tail, group) in enumerate(made)]
+    return [s.replace(pair=i // 2) for i, s in enumerate(made)] if pairs else made
 
 
 def one(i: int, prompt: list[int], tail: list[int], group: int, rng, routed) -> Sample:
@@ -47,7 +50,7 @@ def one(i: int, prompt: list[int], tail: list[int], group: int, rng, routed) -> 
         tokens=tokens, mask=learnt, logp=np.where(learnt, rng.normal(-2, 0.5, n), 0).astype(np.float32),
         version=np.where(learnt, 1, -1).astype(np.int32), turn=np.zeros(n, np.int32),
         rewards=((n - 1, float(rng.random())),), components={}, group=group, prompt=group, rollout=i, sample=i,
-        pair=i // 2, label=float(1 - i % 2), arrays=arrays,
+        label=float(1 - i % 2), arrays=arrays,
     )  # fmt: skip
 
 

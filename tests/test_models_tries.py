@@ -146,7 +146,7 @@ def loss_and_gradient(objective, score, params, batch, frozen=()):
 
 def same_metrics(got, wanted):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
 def same_objective(objective, score, params, data=None, frozen=(), beside=lambda batch: batch):
@@ -192,9 +192,9 @@ def prepared(batch):
 )  # fmt: skip
 def test_objectives_are_those_of_rows(name):
     objective = (OFTEN | RARELY)[name]
-    value = getattr(objective, "needs_values", False)
+    value, pairs = getattr(objective, "needs_values", False), name == "dpo" or name.startswith("preference")
     params = PARAMS if value or name == "preference RewardModel" else {**OTHER, "embed": PARAMS["embed"]}
-    same_objective(objective, SCORE, params, beside=prepared)
+    same_objective(objective, SCORE, params, forks.samples(pairs=pairs), beside=prepared)
 
 
 def test_critics_are_those_of_rows():
@@ -259,6 +259,7 @@ def test_the_statistics_of_experts_count_samples():
     score = partial(models.score, config=config, run=RUN)
     objective = balance.wrap(losses.SFT(), balance.Balance(load=0.1, z=0.01))
     found = [loss_and_gradient(objective, score, params, batch) for batch in forks.batches(config, forks.samples())]
-    same_metrics(found[1][0], found[0][0])
+    wanted = {name: x for name, x in found[0][0].items() if not name.endswith("_max")}  # those are of a microbatch
+    same_metrics({name: found[1][0][name] for name in wanted}, wanted)
     for a, b in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(found[0][1]), strict=True):
         assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max()
