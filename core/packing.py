@@ -161,11 +161,13 @@ def used(batch: Batch):
     return (batch.segment_BT > 0).any((-2, -1)).sum()
 
 
-def trie_ratio(batch: Batch) -> float:
-    """Tokens that are computed over those of the samples: 1 without a trie."""
-    if batch.trie is None:
-        return 1.0
-    return float(np.sum(batch.trie.first_BT >= 0) / np.sum(batch.segment_BT > 0))
+def trie_ratio(*batches: Batch) -> float:
+    """Tokens that are computed over those of the samples: 1 without tries."""
+    tokens = [np.sum(batch.segment_BT > 0) for batch in batches]
+    computed = [
+        n if batch.trie is None else np.sum(batch.trie.first_BT >= 0) for n, batch in zip(tokens, batches, strict=True)
+    ]
+    return float(sum(computed) / sum(tokens))
 
 
 def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:

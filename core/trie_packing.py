@@ -99,7 +99,8 @@ def grow(samples: Sequence, length: int, align: int) -> list[Tree]:
                 trees.append(Tree(pair=-1 if len(added) == 1 else samples[unit[0]].pair))
             for i, k in zip(members, ks, strict=True):
                 trees[t].add(i, sizes[i], k, align)
-            most[t], room[t] = sizes[members[-1]], length - trees[t].size if len(added) == 1 else 0
+            if len(added) == 1:  # others may join
+                most[t], room[t] = sizes[members[-1]], length - trees[t].size
     return trees
 
 

@@ -103,7 +103,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     with served_teachers(config, settings.vocab) as annotate:
         return offline.fit(
             "distill", config, mesh, own, prompts, heldout, samples=lambda rows: annotate(samples(rows)), tokens=tokens,
-            began=began, quiet=quiet,
+            began=began, teachers=local[:1] if local else (), quiet=quiet,
         )  # fmt: skip
 
 

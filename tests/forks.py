@@ -2,33 +2,37 @@
 
 import numpy as np
 
-from areax.models import trie_alignment
 from areax.core import packing
+from areax.models import trie_alignment
 from areax.rollout.types import Sample
 
-LENGTH = 96
 
-
-def samples(vocabulary: int = 64, seed: int = 0, routed: tuple[int, int, int] | None = None) -> list[Sample]:
-    """16 samples of four groups, in pairs.
+def samples(
+    vocabulary: int = 64, seed: int = 0, shared: int = 13, routed: tuple[int, int, int] | None = None,
+    pairs: bool = False,
+) -> list[Sample]:  # fmt: skip
+    """16 samples of four groups.
 
     Args:
+      shared: length of a prompt, and of an episode's first turn.
+      pairs: they are pairs, chosen and rejected.
       routed: layers, experts of a token, and experts: every sample replays its own, the same where prompts are shared.
     """
     rng = np.random.default_rng(seed)
     draw = lambda n: rng.integers(1, vocabulary, n).tolist()
     header, made = draw(5), []
     for group in range(2):  # four completions of a prompt, one of them twice, one a prefix of another
-        prompt = header + draw(13)
+        prompt = header + draw(shared)
         first, second = draw(9), draw(14)
-        made += [(prompt, tail, group) for tail in (first, first, second, second[:6])]
-    history = draw(7)
+        made += [(prompt, tail, group) for tail in (first, second, first, second[:6])]
+    history = draw(shared)
     for turn in range(4):  # an episode: each turn has the turns before, and a branch of its own, once of one token
         made.append((history, draw((6, 1, 3, 8)[turn]), 2))
         history = history + draw(4)
     alone = draw(8)
     made += [(alone, draw(3), 3), (alone, draw(5), 3), (draw(4), draw(11), 3), (draw(2), draw(2), 3)]
-    return [one(i, prompt, tail, group, rng, routed) for i, (prompt, tail, group) in enumerate(made)]
+    made = [one(i, prompt, tail, group, rng, routed) for i, (prompt, tail, group) in enumerate(made)]
+    return [s.replace(pair=i // 2) for i, s in enumerate(made)] if pairs else made
 
 
 def one(i: int, prompt: list[int], tail: list[int], group: int, rng, routed) -> Sample:
@@ -46,15 +50,17 @@ def one(i: int, prompt: list[int], tail: list[int], group: int, rng, routed) -> 
         tokens=tokens, mask=learnt, logp=np.where(learnt, rng.normal(-2, 0.5, n), 0).astype(np.float32),
         version=np.where(learnt, 1, -1).astype(np.int32), turn=np.zeros(n, np.int32),
         rewards=((n - 1, float(rng.random())),), components={}, group=group, prompt=group, rollout=i, sample=i,
-        pair=i // 2, label=float(1 - i % 2), arrays=arrays,
+        label=float(1 - i % 2), arrays=arrays,
     )  # fmt: skip
 
 
-def batches(config, data, rows: int = 8):
-    """(rows, tries) of the samples, one microbatch each."""
-    tries = packing.pack_tries(data, LENGTH, rows=rows, align=trie_alignment(config))
+def batches(config, data):
+    """(rows, tries) of the samples."""
+    align = trie_alignment(config)
+    length = 96 if align == 1 else 512
+    tries = packing.pack_tries(data, length, rows=2, align=align)
     assert tries.trie is not None
-    return packing.pack(data, LENGTH, rows=rows), tries
+    return packing.pack(data, length, rows=4), tries
 
 
 def by_sample(x_MBT, batch) -> dict[int, np.ndarray]:

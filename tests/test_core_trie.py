@@ -139,12 +139,15 @@ def test_every_sample_reads_its_tokens_through_parents(count, rows, length, alig
 
 
 @settings(max_examples=40, deadline=None)
-@given(count=st.integers(2, 24), align=st.sampled_from([1, 4]), alone=st.integers(0, 3), seed=st.integers(0, 999))
-def test_samples_of_a_pair_are_in_one_microbatch(count, align, alone, seed):
+@given(
+    count=st.integers(2, 24), length=st.sampled_from([24, 64]), align=st.sampled_from([1, 4]), alone=st.integers(0, 3),
+    seed=st.integers(0, 999),
+)  # fmt: skip
+def test_samples_of_a_pair_are_in_one_microbatch(count, length, align, alone, seed):
     rng = np.random.default_rng(seed)
     samples = branching(count, rng)
     samples = [s.replace(pair=-1 if s.sample % 4 < alone else 100 - s.sample // 2) for s in samples]
-    batch = packed(samples, 24, rows=2, align=align)
+    batch = packed(samples, length, rows=2, align=align)
     check(batch, samples, align)
     same_fields(batch, samples)
     where: dict = {}

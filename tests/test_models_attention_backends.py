@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_ir
-from jax.extend import core
 
 from areax import models
 from areax.core import param
@@ -264,18 +263,6 @@ def test_kernels_work_on_whole_rows_that_ulysses_brings_together(name):
     np.testing.assert_allclose(got * real_BT11, reference(32, sinks=True)[0], atol=2e-6)
 
 
-def live_kernels(program):
-    """Names of the kernels of a program, calls within calls included, whose output anything reads."""
-    read = {v for e in program.eqns for v in e.invars if isinstance(v, core.Var)} | set(program.outvars)
-    for e in program.eqns:
-        if e.primitive.name == "pallas_call":
-            if read & set(e.outvars):
-                yield e.params["name"] or e.params["name_and_src_info"].name
-        else:
-            for inner in core.jaxprs_in_params(e.params):
-                yield from live_kernels(inner)
-
-
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", CASES)
 def test_remat_saves_the_output_of_a_kernel(name):
@@ -285,7 +272,7 @@ def test_remat_saves_the_output_of_a_kernel(name):
     counts = []
     for keep in ("full", "dots"):
         program = jax.make_jaxpr(jax.grad(remat.checkpoint(keep)(kernel)))(q)
-        counts.append(sum("fwd" in name or "forward" in name for name in live_kernels(program.jaxpr)))
+        counts.append(sum("fwd" in name or "forward" in name for name in triton_ir.live_kernels(program.jaxpr)))
     assert counts == [2, 1]
 
 

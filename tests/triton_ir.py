@@ -1,6 +1,7 @@
 """Kernels for Triton, as far as they can be checked without a GPU."""
 
 from jax._src.pallas.triton import lowering
+from jax.extend import core
 
 
 def verify(monkeypatch) -> list:
@@ -16,3 +17,15 @@ def verify(monkeypatch) -> list:
 
     monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", verified)
     return modules
+
+
+def live_kernels(program):
+    """Names of the kernels of a program, calls within calls included, whose output anything reads."""
+    read = {v for e in program.eqns for v in e.invars if isinstance(v, core.Var)} | set(program.outvars)
+    for e in program.eqns:
+        if e.primitive.name == "pallas_call":
+            if read & set(e.outvars):
+                yield e.params["name"] or e.params["name_and_src_info"].name
+        else:
+            for inner in core.jaxprs_in_params(e.params):
+                yield from live_kernels(inner)

@@ -278,6 +278,10 @@ CHARTS = (
         "Tokens of the batch, prompts included, and of completions finished during the step.", zero=True,
     ),
     Chart(
+        "Speed", "Shared tokens", ("trie_ratio",),
+        "Tokens computed over those of the samples, with --trie auto: 1 = none are shared.", y_range=(0, 1),
+    ),
+    Chart(
         "Speed", "Batch size", ("groups", "samples", "effective_samples", "rows"),
         "Prompt groups and samples of a step, samples with a gradient, or problems of an evaluation.",
         zero=True,
@@ -412,6 +416,7 @@ METRICS = {
     "tokens_per_second": "tokens of the samples of the step per second of wall time",
     "too_long": "rows of the step left out because they do not fit a packed row",
     "trainer_idle": "fraction of the step without an update, save or host copy",
+    "trie_ratio": "tokens computed over those of the samples, with --trie auto; 1 = none are shared",
     "truncated": "fraction of answers truncated at the length limit",
     "unscorable": "fraction of answers without a reward, excluded from training",
     "unusable_fraction": "fraction of sampled tokens with a log-probability that is not finite, excluded from training",

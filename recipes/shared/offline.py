@@ -35,6 +35,7 @@ from areax.recipes.shared import (
     rows,
     sources,
     terminal,
+    tries,
     vision,
 )
 from areax.recipes.shared.learner import Learner, train_step
@@ -171,6 +172,7 @@ def fit(
     beside: Callable = lambda batch: batch,
     tokens,
     began: float,
+    teachers: Sequence = (),
     quiet: bool = False,
 ) -> dict:
     """Trains for `config.steps` batches of `config.batch` rows; returns the content of `out`/summary.json.
@@ -179,21 +181,23 @@ def fit(
 
     Args:
       kind: the recipe, `kind` of the lines in metrics.jsonl; a state of another recipe is refused.
-      config: model, out, steps, batch, length, rows, run, save_every, save_minutes, evaluate_every, track and seed are
-        read.
+      config: model, out, steps, batch, length, rows, trie, run, mesh, save_every, save_minutes, evaluate_every, track
+        and seed are read.
       prompts: the rows to train on by ordinal.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
       began: `time.monotonic()` at the start of the run, for the summary's seconds.
+      teachers: the Configs of further models that see the batches.
     """
     out = Path(config.out)
     size = 0  # rows of a microbatch, once samples are there
     reading = vision.reader(config.model, own.settings, learner.computed(config.run).dtype, mesh)
+    packed_as = tries.packer(config, own.settings, *teachers)
 
     def pack(made: Sequence[Sample]) -> Batch:
         nonlocal size
         size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
-        [batch] = vision.attach(reading, [packing.pack(made, config.length, rows=size)], [vision.of(made)])
+        [batch] = vision.attach(reading, [packed_as(made, config.length, rows=size)], [vision.of(made)])
         return batch
 
     said = terminal.Terminal(kind)
@@ -235,9 +239,9 @@ def fit(
             def report():
                 nonlocal pending
                 if pending:
-                    (i, values, count, learnt, shares), pending = pending, None
+                    (i, values, count, learnt, more), pending = pending, None
                     last.clear()
-                    last.update(metrics.to_dict(values), learnt_tokens=learnt, **shares)
+                    last.update(metrics.to_dict(values), learnt_tokens=learnt, **more)
                     tick(i, tokens=count, loss=last["loss"])
                     said.look(i, last)
                     run.log(kind, i, **last)
@@ -284,8 +288,10 @@ def fit(
                             ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
                         now = computed(train_step(own, ready))
                     report()  # one step behind, so that the host prepares while the device computes
-                    shares = prompts.shares(ordinals) if isinstance(prompts, Mixture) else {}
-                    done, pending = i + 1, (i + 1, now, *counts, shares)
+                    more = prompts.shares(ordinals) if isinstance(prompts, Mixture) else {}
+                    if config.trie != "off":
+                        more["trie_ratio"] = packing.trie_ratio(batch)
+                    done, pending = i + 1, (i + 1, now, *counts, more)
                     if heldout and config.evaluate_every and done % config.evaluate_every == 0:
                         report()
                         with said.phase(f"evaluating {len(heldout)} rows"), compile_time.left_out():

@@ -14,6 +14,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import profiling, ranges
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
+from areax.recipes.shared.tries import Trie
 from areax.recipes.shared.vision import Vision
 
 
@@ -41,6 +42,8 @@ class Options:
         and prints how many.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
+      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves a fifth of all or
+        more (docs/memory.md); "off" = in each sample.
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
         rows have images.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
@@ -69,6 +72,7 @@ class Options:
     length: int = 1024
     too_long: Literal["refuse", "drop"] = "refuse"
     rows: Rows = "auto"
+    trie: Trie = "off"
     optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
     vision: Vision = "auto"
     lora: Lora = Lora()

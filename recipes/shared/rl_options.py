@@ -19,6 +19,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
+from areax.recipes.shared.tries import Trie
 from areax.recipes.shared.vision import Vision
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
@@ -126,6 +127,8 @@ class Training:
       length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
+      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves a fifth of all or
+        more (docs/memory.md); "off" = in each sample.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
@@ -146,6 +149,7 @@ class Training:
 
     length: int = 1024
     rows: Rows = "auto"
+    trie: Trie = "off"
     minibatches: int = 1
     epochs: int = 1
     objective: losses.Policy = losses.GRPO()

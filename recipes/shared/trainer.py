@@ -17,7 +17,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, learner, microbatch, score_head, terminal, vision
+from areax.recipes.shared import common, describe, learner, microbatch, score_head, terminal, tries, vision
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -39,6 +39,7 @@ class Trainer:
     Attributes:
       version: batches consumed.
       rows: packed rows per microbatch.
+      pack: `packing.pack_tries` or `packing.pack`.
       reading: of images, for a model with a vision tower.
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
@@ -50,6 +51,7 @@ class Trainer:
     mesh: jax.sharding.Mesh
     policy: Learner
     rows: int
+    pack: Callable = packing.pack
     reading: vision.Reader | None = None
     critic: Learner | None = None
     shuffle_seed: int | None = None
@@ -99,8 +101,10 @@ def build(
         plain=lambda params, batch, *_: score(params, batch), seed=seed,
     )  # fmt: skip
     reading = vision.reader(model, settings, run.dtype, mesh)
+    seeing = [each.settings for each in (policy, critic, teacher) if each]
     trainer = Trainer(
-        options, mesh, policy, rows, reading, critic, shuffle_seed=seed if shuffle_rewards else None,
+        options, mesh, policy, rows, tries.packer(options, *seeing), reading, critic,
+        shuffle_seed=seed if shuffle_rewards else None,
         teacher=teacher if options.objective.advantage.teacher else None,
     )  # fmt: skip
     if options.objective.needs_reference:
@@ -206,11 +210,13 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
         scalars["version"] = version
     learnt = None
     while learnt is None:
-        batches = [packing.pack(part, options.length, rows=trainer.rows, components=needs) for part in samples]
+        batches = [trainer.pack(part, options.length, rows=trainer.rows, components=needs) for part in samples]
         learnt = (run or functools.partial(train_packed, trainer))(batches, scalars, [*map(vision.of, samples)])
     report, scored = learnt
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
+    if options.trie != "off":
+        values["trie_ratio"] = packing.trie_ratio(*batches)
     if trainer.reading:
         values |= {"images": sum(len(s.images) for s in flat), "image_tokens_sampled": stray}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
