@@ -58,7 +58,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", [
-    name if name in ("sft", "dpo", "distill") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES
+    name if name in ("sft", "dpo") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES
 ])  # fmt: skip
 def test_training_on_given_rows(place, name):
     recipe, own = RECIPES[name]
@@ -77,7 +77,6 @@ def test_training_on_given_rows(place, name):
 @pytest.mark.slow
 def test_recurrent_layers_get_nodes_that_begin_at_chunks(place):
     """Places of a trie are rounded up to chunks, and so is --length."""
-    family = "qwen3_next"
     given = tiny_families.OPTIONS["qwen3_next"] | dict(
         model_type="qwen3_next", max_position_embeddings=512, initializer_range=0.05
     )  # fmt: skip
