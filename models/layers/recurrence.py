@@ -14,7 +14,8 @@ have M chunks each, X in all, and G keys serve R heads each.
 
 Over tries (`core.trie`) a chunk has tokens of one node only, and begins with the state after the chunk of the token
 before its first one, which each of the branches there reads. The scan is in the order of places, so that parents come
-before their children; the backward pass goes the other way, and adds the gradients of branches up.
+before their children; the backward pass goes the other way, and adds the gradients of branches up. It is as long as the
+row: chunks of the same depth, which do not need each other, run one after the other.
 """
 
 import math
