@@ -47,6 +47,7 @@ BESIDE = {  # what trains or speaks beside the policy
     "adapters": lambda model: dict(
         objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1}), lora=lora.Lora(rank=4)
     ),
+    "tries": lambda model: dict(trie="auto", objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1})),
     "moving reference": lambda model: dict(
         objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1}), reference_every=1, reference_mix=0.5
     ),

@@ -145,7 +145,7 @@ def test_grpo_steps_on_batches_from_process_0(place, count, devices, layout):
     assert agree(place / "grpo-alone", out, place / "model") == 1
 
 
-@pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters"], wide=["teacher", "moving reference"]))
+@pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters", "tries"], wide=["teacher", "moving reference"]))
 def test_auxiliary_models_and_adapters_are_sharded_too(place, beside):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / f"{beside} alone"), beside)
     out = place / beside

@@ -280,6 +280,7 @@ AREAL = Names(
         ("`actor.optimizer.warmup_steps_proportion`", "`--optim.warmup`, in optimiser steps"),
         ("`actor.optimizer.gradient_clipping`", "`--optim.clip`"),
         ("`actor.lora_rank`", "`--lora.rank`"),
+        ("`actor.enable_tree_training`", "`--trie` auto"),
         ("`actor.lora_alpha`", "`--lora.alpha`"),
         ("`actor.target_modules`", "`--lora.targets`"),
         ("`actor.mb_spec.max_tokens_per_mb`", "`--rows` x `--length` tokens, over all devices"),

@@ -278,6 +278,10 @@ CHARTS = (
         "Tokens of the batch, prompts included, and of completions finished during the step.", zero=True,
     ),
     Chart(
+        "Speed", "Shared tokens", ("trie_ratio",),
+        "Tokens computed over those of the samples, with --trie auto: 1 = none are shared.", y_range=(0, 1),
+    ),
+    Chart(
         "Speed", "Batch size", ("groups", "samples", "effective_samples", "rows"),
         "Prompt groups and samples of a step, samples with a gradient, or problems of an evaluation.",
         zero=True,

@@ -42,8 +42,8 @@ class Options:
         and prints how many.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
-      trie: "auto" = tokens that samples of a microbatch begin with alike, such as a prompt, are computed once, if that
-        saves a fifth of all and the model's layers can (docs/memory.md); "off" = in each sample.
+      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves a fifth of all or
+        more (docs/memory.md); "off" = in each sample.
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
         rows have images.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.

@@ -127,8 +127,8 @@ class Training:
       length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
-      trie: "auto" = tokens that samples of a microbatch begin with alike, such as a prompt, are computed once, if that
-        saves a fifth of all and the model's layers can (docs/memory.md); "off" = in each sample.
+      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves a fifth of all or
+        more (docs/memory.md); "off" = in each sample.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if

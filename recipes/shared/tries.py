@@ -16,8 +16,9 @@ Trie = Literal["auto", "off"]
 
 
 def packer(config: Any, *settings: Any) -> Callable:
-    """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`; process 0 says in
-    one line why it cannot.
+    """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`.
+
+    If the run cannot, process 0 says why, in one line.
 
     Args:
       config: options with trie, length, run and mesh.
