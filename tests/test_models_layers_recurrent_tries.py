@@ -1,20 +1,25 @@
 """Recurrent layers over tries against rows of one sample each."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_families
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
-from areax.models.layer import Recurrent, over_rows
+from areax import models
+from areax.models import layer
 from areax.models.layers import conv, delta, mamba, recurrence
 from areax.parallel import mesh
 
 N, G, K, V, W = 4, 2, 6, 5, 4
 CHUNK = 8
 ONE = mesh.Layout()
-RECORD = Recurrent((("any", (1,)),))
+RECORD = layer.Recurrent((("any", (1,)),))
 
 
 class Places(NamedTuple):
@@ -186,17 +191,77 @@ def test_layers_over_tries(kind, on):
     mixed = [name for name, tail in DRAW[kind].items() if tail and name not in GATES[kind]]
     taps = {f"{name}_taps": np.float32(rng.normal(size=(np.prod(DRAW[kind][name]), W)) / W) for name in mixed}
 
-    def layer(inputs, segment_BT, parent_BT=None):
-        mix = over_rows(RECORD, segment_BT, "gather", parent_BT)
+    def run(inputs, segment_BT, parent_BT=None):
+        mix = layer.over_rows(RECORD, segment_BT, "gather", parent_BT)
         convolve = lambda name, x: mix.convolve(name, x.reshape(*x.shape[:2], -1), inputs[f"{name}_taps"])
         seen = {name: convolve(name, inputs[name]).reshape(inputs[name].shape) for name in mixed}
         seen |= {name: mix.gate(inputs[name]) for name in GATES[kind]}
         return mix.recur("any", MODULES[kind], *(seen.get(name, inputs[name]) for name in DRAW[kind]))
 
-    over_tries = lambda inputs: layer(inputs, places.segment_BT, places.parent_BT)
+    over_tries = lambda inputs: run(inputs, places.segment_BT, places.parent_BT)
 
     def over_samples(inputs):
         rows = {name: of_samples(places, x) if DRAW[kind].get(name) else x for name, x in inputs.items()}
-        return layer(rows, np.int32(places.own_SL >= 0))
+        return run(rows, np.int32(places.own_SL >= 0))
 
     check(places, *both(places, over_tries, over_samples, inputs | taps, LAYOUTS[on]))
+
+
+def gradients(kind, places: Places):
+    """(the gradients of all inputs, given parents and the inputs; the inputs)."""
+
+    def loss(inputs, parent_BT):
+        rows, segment_BT = (inputs[name] for name in DRAW[kind]), jnp.ones_like(parent_BT)
+        return jnp.sum(jnp.square(MODULES[kind].chunked(*rows, segment_BT, parent_BT=parent_BT)))
+
+    return jax.grad(loss), drawn(kind, places)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_memory_is_linear_in_the_trie_and_no_loop_is_over_tokens(kind):
+    gradient, inputs = gradients(kind, layout(ROWS["prefixes"], 32))
+
+    def memory(T):
+        resized = {name: (1, T, *x.shape[2:]) if x.ndim > 1 else x.shape for name, x in inputs.items()}
+        shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in resized.items()}
+        traced = jax.jit(gradient).trace(shapes, jax.ShapeDtypeStruct((1, T), np.int32))
+        assert max(lengths(traced.jaxpr.jaxpr)) <= T // 32
+        return traced.lower().compile().memory_analysis().temp_size_in_bytes
+
+    half, whole = map(memory, (1024, 2048))
+    tokens = sum(np.prod(x.shape[2:]) * 4 for x in inputs.values() if x.ndim > 1)
+    states = N * K * V * 4 / 32
+    assert whole < 2.1 * half
+    assert whole < 4 * 2048 * (tokens + 2 * states)
+
+
+def lengths(jaxpr):
+    """Those of all loops."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn.params["length"]
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from lengths(inner)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_rows_and_heads_are_computed_where_they_are(kind):
+    """Sharded over rows and heads, no device needs anything of another, but for sums of gradients over rows."""
+    gradient, inputs = gradients(kind, layout(ROWS["prefixes"], 32, 256))
+    on = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    place = lambda *axes: NamedSharding(on, PartitionSpec(*axes))
+    spec = lambda x: place("dp", None, "tp") if x.ndim > 1 else place("tp")
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec(x)) for name, x in inputs.items()}
+    parents = jax.ShapeDtypeStruct((2, 256), np.int32, sharding=place("dp"))
+    program = jax.jit(gradient).lower(shapes, parents).compile().as_text()
+    assert not any(f"{name}(" in program for name in ("all-gather", "all-to-all", "collective-permute"))
+    assert ("all-reduce(" in program) == (kind == "mamba")
+
+
+@pytest.mark.parametrize("family, size", [("qwen3_next", 32), ("nemotron_h", 32), ("qwen3", 1)])
+def test_nodes_start_at_chunks_of_models_with_states(family, size):
+    source = tiny_families.COMMON | tiny_families.OPTIONS[family] | dict(model_type=family)
+    config = models.config_from_hf(source)
+    assert models.trie_alignment(config) == size
+    layers = (layer.STATELESS, *(each for each in config.records if isinstance(each, layer.Attention)))
+    assert models.trie_alignment(dataclasses.replace(config, records=layers)) == 1

@@ -14,7 +14,8 @@ have M chunks each, X in all, and G keys serve R heads each.
 
 Over tries (`core.trie`) a chunk has tokens of one node only, and begins with the state after the chunk of the token
 before its first one, which each of the branches there reads. The scan is in the order of places, so that parents come
-before their children; the backward pass goes the other way, and adds the gradients of branches up.
+before their children; the backward pass goes the other way, and adds the gradients of branches up. It is as long as the
+row: chunks of the same depth, which do not need each other, run one after the other.
 """
 
 import math
@@ -202,7 +203,7 @@ def _forward_tries(prepare, inputs, where, source_LMB):
     given, x_LM = (*inputs, *where), _numbers(source_LMB)
     first = _zeros(prepare, given)
     states = jnp.zeros((x_LM.size, *first.shape), first.dtype)
-    _, out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
+    (states, _), out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
     return out, (inputs, where, source_LMB, checkpoint_name(states, STATES))
 
 
