@@ -45,7 +45,8 @@ def pack_tries(
     is cut (`trie_packing.grow`); rows are filled with tries as `pack` fills them with samples. Samples of a pair are in
     the same microbatch.
 
-    Where tries save less than `SAVED` of the tokens, or samples have images, it returns what `pack` returns.
+    It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images, or a pair with
+    what is left free behind nodes does not fit into a microbatch.
 
     Args:
       length: T, as in `pack`; rounded up to a multiple of `align` if need be.
@@ -57,11 +58,11 @@ def pack_tries(
     """
     sizes, T = _checked(samples, length, components)
     T = trie_packing.aligned(T, align)
-    plain = any(s.images for s in samples)
-    trees = [] if plain else trie_packing.grow(samples, T, align)
-    if plain or sum(tree.size for tree in trees) > (1 - SAVED) * sizes.sum():
+    trees = [] if any(s.images for s in samples) else trie_packing.grow(samples, T, align)
+    widths, pairs = np.array([tree.size for tree in trees]), np.array([tree.pair for tree in trees])
+    apart = [widths[pairs == pair].sum() for pair in np.unique(pairs[pairs >= 0])]  # pairs that a trie does not hold
+    if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in apart):
         return pack(samples, length, rows=rows, components=components)
-    widths, pairs = np.array([tree.size for tree in trees]), [tree.pair for tree in trees]
     row, start, count = _first_fit(widths, pairs, T, rows, [tree.runs[0].sample for tree in trees])
     row_of, start_of, filled = np.zeros(len(samples), int), np.zeros(len(samples), int), np.zeros(count, int)
     for t in np.lexsort((start, row)):
@@ -180,7 +181,7 @@ def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
     return out
 
 
-def _first_fit(sizes: np.ndarray, pairs: Sequence[int], T: int, B: int, named: Sequence[int]):
+def _first_fit(sizes: np.ndarray, pairs: Sequence[int] | np.ndarray, T: int, B: int, named: Sequence[int]):
     """Row and start of each size, and the number of rows in use.
 
     Units (pairs or single sizes) are placed longest first, each into the first microbatch with room for all of it;

@@ -42,8 +42,8 @@ class Options:
         and prints how many.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
-      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves a fifth of all or
-        more (docs/memory.md); "off" = in each sample.
+      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves at least a fifth
+        of all (docs/memory.md); "off" = once per sample.
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
         rows have images.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
@@ -72,7 +72,7 @@ class Options:
     length: int = 1024
     too_long: Literal["refuse", "drop"] = "refuse"
     rows: Rows = "auto"
-    trie: Trie = "off"
+    trie: Trie = "auto"
     optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
     vision: Vision = "auto"
     lora: Lora = Lora()

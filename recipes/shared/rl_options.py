@@ -127,8 +127,8 @@ class Training:
       length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
-      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves a fifth of all or
-        more (docs/memory.md); "off" = in each sample.
+      trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves at least a fifth
+        of all (docs/memory.md); "off" = once per sample.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if
@@ -149,7 +149,7 @@ class Training:
 
     length: int = 1024
     rows: Rows = "auto"
-    trie: Trie = "off"
+    trie: Trie = "auto"
     minibatches: int = 1
     epochs: int = 1
     objective: losses.Policy = losses.GRPO()

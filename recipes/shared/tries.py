@@ -18,17 +18,17 @@ Trie = Literal["auto", "off"]
 def packer(config: Any, *settings: Any) -> Callable:
     """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`.
 
-    If the run cannot, process 0 says why, in one line.
+    If other options are the reason, process 0 names them, in one line. Models that read images have no tries.
 
     Args:
       config: options with trie, length, run and mesh.
       settings: the Configs of all models that see the batches.
     """
-    if config.trie == "off":
+    if config.trie == "off" or any(each.vision for each in settings):
         return packing.pack
     align = math.lcm(*map(models.trie_alignment, settings))
     if reason := refusal(config, settings, align):
         if jax.process_index() == 0:
-            progress.say(f"--trie auto: rows without tries, because {reason}")
+            progress.say(f"samples do not share tokens (--trie off): {reason}")
         return packing.pack
     return functools.partial(packing.pack_tries, align=align)
