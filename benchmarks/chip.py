@@ -1,9 +1,10 @@
 """Benchmarks areax on this machine's GPU or TPU, the most valuable steps first. Call it again to complete the table.
 
-Kernel tests, training steps beside transformers and `areax plan`, decoding, a whole GRPO run with the embedded engine,
-and the longest row that fits. Each step runs in a process of its own under a time limit and becomes one row of
-chips.json and CHIPS.md, written as soon as it ends. A step that fails (out of memory, a crash, a timeout) becomes a row
-that says so, and the next step runs. A call starts only steps whose limit fits in what is left of its budget.
+Kernel tests, training steps beside transformers and `areax plan`, updates on samples that share their prompt,
+decoding, a whole GRPO run with the embedded engine, and the longest row that fits. Each step runs in a process of its
+own under a time limit and becomes one row of chips.json and CHIPS.md, written as soon as it ends. A step that fails
+(out of memory, a crash, a timeout) becomes a row that says so, and the next step runs. A call starts only steps whose
+limit fits in what is left of its budget.
 
 A step is skipped if its row exists with the same settings, device, code and versions of jax (or torch and
 transformers); code is a hash of the package and of the files that measure the step. Steps without a row run first, then

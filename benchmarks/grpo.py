@@ -1,8 +1,9 @@
 """A complete synchronous GRPO step: 8 samples of 64 tokens for each of 4 prompts of 64 tokens, rewards, one update on
 all of them, and loading the new weights for generation; fp32, temperature 1, no KL.
 
-Samples are on-policy, so no side computes log-probabilities of an old policy. Sampling differs between libraries; the
-number of tokens sampled and trained on is compared.
+Samples are on-policy, so no side computes log-probabilities of an old policy. areax trains on a row of a trie for each
+prompt (`--trie auto`), which computes the prompt once. Sampling differs between libraries; the number of tokens sampled
+and trained on is compared.
 """
 
 from pathlib import Path
@@ -70,7 +71,7 @@ def ours(folder, model):
                 asked[i], completion, temperature=1.0, reward=value, group=i // GROUP, rollout=i, sample=i
             )  # fmt: skip
             samples.append(sample)
-        batch = prepare(packing.pack(samples, PROMPT + NEW, rows=len(asked)))
+        batch = prepare(packing.pack_tries(samples, PROMPT + GROUP * NEW, rows=PROMPTS))
         state, _ = update(state, batch)
         version += 1
         engine.load(state.params, str(version))

@@ -1,8 +1,8 @@
-"""A GRPO update on given samples that share tokens: areax computes what they share once. The peers compute every sample:
-`rows` is areax without tries, `trl` the update of TRL's trainer, whose samples come from a rollout function.
+"""A GRPO update on given samples that share tokens: areax computes what they share once.
 
-Samples are those of the weights, so no side computes log-probabilities of an old policy. The gradient's norm is compared.
-fp32, no KL.
+The peers compute every sample by itself: `rows` is areax without tries, `trl` the update of TRL's trainer, whose
+samples come from a rollout function. Samples are those of the weights, so no side computes log-probabilities of an old
+policy. The gradient's norm is compared; fp32, no KL.
 """
 
 from pathlib import Path

@@ -82,22 +82,20 @@ def grow(samples: Sequence, length: int, align: int) -> list[Tree]:
         first, own = sizes[unit[0]], shared[done : done + len(unit)]
         done += len(unit)
         rest = sum(aligned(sizes[i] - k, align) + fork for i, k in zip(unit[1:], own[1:], strict=True))
-        n = len(trees)
-        most[:n] = np.minimum(most[:n], own[0])
-        fits = (most[:n] >= SHARE * first) & (aligned(first - most[:n], align) + fork + rest <= room[:n])
-        whole = aligned(first, align) + rest <= length
+        most = np.minimum(most, own[0])
+        fits = (most >= SHARE * first) & (aligned(first - most, align) + fork + rest <= room)
         if fits.any():
-            best = int(np.where(fits, most[:n], -1).argmax())
+            best = int(np.where(fits, most, -1).argmax())
             added = [(best, unit, [int(most[best]), *own[1:]])]
-        elif whole:
-            added = [(n, unit, [0, *own[1:]])]
+        elif aligned(first, align) + rest <= length:
+            added = [(len(trees), unit, [0, *own[1:]])]
         else:
-            added = [(n + j, [i], [0]) for j, i in enumerate(unit)]
-        most[:n] = np.minimum(most[:n], min(own))
-        for t, members, ks in added:
+            added = [(len(trees) + j, [i], [0]) for j, i in enumerate(unit)]
+        most = np.minimum(most, min(own))
+        for t, members, begun in added:
             if t == len(trees):
                 trees.append(Tree(pair=-1 if len(added) == 1 else samples[unit[0]].pair))
-            for i, k in zip(members, ks, strict=True):
+            for i, k in zip(members, begun, strict=True):
                 trees[t].add(i, sizes[i], k, align)
             if len(added) == 1:  # others may join
                 most[t], room[t] = sizes[members[-1]], length - trees[t].size

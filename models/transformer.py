@@ -15,8 +15,7 @@ from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
 from ..core.trie import Trie
-from ..parallel import context, experts, rules, vocab
-from . import layout as layouts
+from ..parallel import context, experts, rules, token_layout, vocab
 from . import remat, vision
 from .attention import backends
 from .families import FAMILIES
@@ -315,7 +314,7 @@ def classify(params, batch: Batch, *, config, run: Run = Run()):
 
 def _hidden(params, batch: Batch, config, run: Run):
     """Last hidden states at their own places, the `aux` of `Scores`, and the layout of the places."""
-    layout, trie = layouts.of(batch, run.cp), batch.trie
+    layout, trie = token_layout.of(batch, run.cp), batch.trie
     rows = map(layout.inputs, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
     chosen_BTLK = batch.input.get("routed_experts")
     if chosen_BTLK is not None:  # -1: not replayed

@@ -20,7 +20,19 @@ from areax.parallel.planner.chips import CHIPS
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
 KINDS = {"exact", "estimate"}
-UNITS = ("_bytes", "_s", "_flops", "params", "tokens", "devices", "rows_that_fit", "mfu", "utilisation", "per_token")
+UNITS = (
+    "_bytes",
+    "_s",
+    "_flops",
+    "params",
+    "tokens",
+    "devices",
+    "rows_that_fit",
+    "mfu",
+    "utilisation",
+    "per_token",
+    "ratio",
+)
 HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16", "max_position_embeddings": 1 << 20}
 
 
@@ -84,6 +96,38 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
         json.loads(run(capsys, "grpo", *options, "--rows", 8, "--sample-tokens", n, "--json")) for n in (64, 32)
     )
     assert half["microbatches"] == whole["microbatches"] / 2 == 1
+
+
+def test_prompts_of_groups_are_computed_once_with_trie_auto(capsys, model):
+    """The speed counts the samples' tokens; a plan with tries off names the option where it is faster."""
+    options = ["--model", model, "--length", 4096, "--rows", 8, "--groups", 64, "--group-size", 16, "--chip", "h100"]
+    known = [*options, "--sampling.max-new-tokens", 400, "--sample-tokens", 1200]
+    off, auto = (json.loads(run(capsys, "grpo", *known, "--trie", trie, "--json")) for trie in ("off", "auto"))
+    value = lambda report, name: report["figures"][name]["value"]
+    # 8 samples of a group in a row: 800 + 8 * 400 places for 8 * 1200 tokens; 3 samples in a row without tries.
+    assert (off["microbatches"], auto["microbatches"]) == (43, 16)
+    assert value(auto, "trie_ratio") == 4000 / 9600 and value(auto, "sample_tokens") == 1024 * 1200
+    assert value(auto, "saved_bytes") == value(off, "saved_bytes")
+    assert value(auto, "matmul_flops") == pytest.approx(value(off, "matmul_flops") * 16 / 43)
+    assert value(auto, "tokens_per_device_per_s") == pytest.approx(1024 * 1200 / value(auto, "step_s"))
+    assert off["suggested"][0] == "--trie auto" and "--trie auto" not in auto["suggested"]
+    text = run(capsys, "grpo", *known, "--trie", "auto")
+    assert "\n--trie auto: a prompt is computed once for 8 of its 16 samples, as many as fit a row; in all 42%" in text
+    assert "faster with --trie auto" in run(capsys, "grpo", *known)
+
+
+@pytest.mark.parametrize("recipe, more, reason", [
+    ("sft", [], "what its data share is not known"),
+    ("grpo", [], "a row of 64 tokens holds one sample of 64; --sample-tokens says how long they are"),
+    ("grpo", ["--sample-tokens", 20, "--sampling.max-new-tokens", 18],
+     "8 samples with prompts of 2 and completions of 18 tokens share too little"),
+    ("grpo", ["--mesh.cp", 2, "--run.cp", "ring"], "--run.cp ring cannot split them; gather and ulysses can"),
+])  # fmt: skip
+def test_a_plan_says_why_it_has_no_tries(capsys, model, recipe, more, reason):
+    options = ["--model", model, "--length", 64, *(["--group-size", 8] if recipe == "grpo" else []), *more]
+    off, auto = (json.loads(run(capsys, recipe, *options, "--trie", trie, "--json")) for trie in ("off", "auto"))
+    assert auto["shared"] == f"planned without tries, because {reason}"
+    assert auto | {"shared": ""} == off
 
 
 def test_a_servers_layer_for_multi_token_prediction_is_counted(capsys, tmp_path):

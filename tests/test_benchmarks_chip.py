@@ -198,12 +198,13 @@ def test_calls_complete_the_table(tmp_path):
     assert not (out / "chips.json").exists() and not list((tmp_path / "scratch").iterdir())
     assert ended_at("decode/tiny/4", signal.SIGKILL, out, tmp_path / "scratch") == -signal.SIGKILL
     first = json.loads((out / "chips.json").read_text())
-    assert [one["step"] for one in first] == ["smoke", *(f"train/{case}" for case in TRAINED)]
+    shared = [f"trie/tiny/{layout}" for layout in ("rows", "trie")]
+    assert [one["step"] for one in first] == ["smoke", *(f"train/{case}" for case in TRAINED), *shared]
 
     done = run("--tiny", "--budget", "3000", "--out", str(out))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("cpu: 4 of 8 steps are done\n[5/8] decode/tiny/4, at most 240 s\n    ")
-    assert done.stdout.endswith(f"8 of 8 steps are done, in {out}\n")
+    assert done.stdout.startswith("cpu: 6 of 10 steps are done\n[7/10] decode/tiny/4, at most 240 s\n    ")
+    assert done.stdout.endswith(f"10 of 10 steps are done, in {out}\n")
     rows = {one["step"]: one for one in json.loads((out / "chips.json").read_text())}
     assert not any("failed" in one for one in rows.values()) and all(one["device"] == "cpu" for one in rows.values())
     assert all(rows[one["step"]] == one for one in first)
@@ -213,17 +214,20 @@ def test_calls_complete_the_table(tmp_path):
         result = rows.pop(name)["result"]
         assert math.isclose(result["loss"], math.log(512), rel_tol=0.05) and result["mfu"] > 0
         assert ("planned_peak_bytes" in result) == ("transformers" not in name)
+    plain, trie = (rows.pop(name)["result"] for name in shared)
+    assert (plain["trie_ratio"], trie["trie_ratio"]) == (1, 0.4)
+    assert math.isclose(plain["grad_norm"], trie["grad_norm"], rel_tol=1e-4) and trie["grad_norm"] > 0
     assert rows.pop("decode/tiny/4")["result"]["engine_bytes"] > 0
     grpo, offload = rows.pop("grpo/tiny/small")["result"], rows.pop("offload/tiny")["result"]
     assert grpo["steps"] == 4 and grpo["max_logp_diff"] < 0.01 and 0 < grpo["update_share"] < 1 and rows == {}
     assert math.isclose(offload["loss"], math.log(512), rel_tol=0.05)
     assert all(one["planned_step_s"] > 0 and one["planned_peak_bytes"] > 0 for one in (grpo, offload))
     text = (out / "CHIPS.md").read_text()
-    assert text.count("\n## ") == 6 and "| cpu | gpu | 0 | 0 | 0 |" in text
+    assert text.count("\n## ") == 7 and "| cpu | gpu | 0 | 0 | 0 |" in text
 
     before = [(out / name).read_bytes() for name in ("chips.json", "CHIPS.md")]
     done = run("--tiny", "--out", str(out))
-    assert done.stdout == f"cpu: 8 of 8 steps are done\n8 of 8 steps are done, in {out}\n"
+    assert done.stdout == f"cpu: 10 of 10 steps are done\n10 of 10 steps are done, in {out}\n"
     assert before == [(out / name).read_bytes() for name in ("chips.json", "CHIPS.md")]
 
 

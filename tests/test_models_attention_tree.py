@@ -198,6 +198,17 @@ def test_remat_saves_the_output():
     assert loops == [4, 4, 6]  # over chunks and their blocks, in both passes
 
 
+@pytest.mark.parametrize(
+    "limits, prompt, branch", [({}, [1, 2], 3), (dict(window=5), [1, 2], 2), (dict(chunk=8), [1, 1], 1)]
+)
+def test_chunks_read_only_blocks_on_their_path_within_the_pattern(limits, prompt, branch):
+    """Four branches of one chunk behind a prompt of two, then padding; each chunk reads its own block."""
+    places_T = row([PROMPT + "uvwxyz" + letter + "1234567" for letter in "abcd"])
+    position_BT, until_BT, _ = layout([places_T] * B)
+    _, count = tree._needed((places(), position_BT), (until_BT, position_BT), Pattern(**limits), 8, 8)
+    np.testing.assert_array_equal(count, ([*prompt] + [branch] * 4 + [1] * 2) * B)
+
+
 def test_bidirectional_patterns_are_refused():
     q, k, v, *_ = arrays()
     for attend in tree.tree, partial(backends.tree, backend="auto"):

@@ -1,20 +1,25 @@
 """Recurrent layers over tries against rows of one sample each."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_families
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
-from areax.models.layer import Recurrent, over_rows
+from areax import models
+from areax.models import layer
 from areax.models.layers import conv, delta, mamba, recurrence
 from areax.parallel import mesh
 
 N, G, K, V, W = 4, 2, 6, 5, 4
 CHUNK = 8
 ONE = mesh.Layout()
-RECORD = Recurrent((("any", (1,)),))
+RECORD = layer.Recurrent((("any", (1,)),))
 
 
 class Places(NamedTuple):
@@ -111,13 +116,14 @@ def of_samples(places: Places, x_BT):
 
 def both(places: Places, over_tries, over_samples, inputs, on=ONE):
     """(outputs at the tokens of samples, gradients of the inputs), over tries on a mesh, and over rows of samples."""
+    rng = np.random.default_rng(4)
+    shape = jax.eval_shape(over_samples, inputs).shape
+    real_SL = (places.own_SL >= 0).reshape(*places.own_SL.shape, *[1] * (len(shape) - 2))
+    dout_SL = np.where(real_SL, rng.normal(size=shape), 0).astype(np.float32)
 
     def run(fn, inputs):
         out_SL, pull = jax.vjp(fn, inputs)
-        real_SL = (places.own_SL >= 0).reshape(*places.own_SL.shape, *[1] * (out_SL.ndim - 2))
-        return jnp.where(real_SL, out_SL, 0), pull(
-            jnp.where(real_SL, np.random.default_rng(4).normal(size=out_SL.shape).astype(np.float32), 0)
-        )[0]
+        return jnp.where(real_SL, out_SL, 0), pull(dout_SL)[0]
 
     tries = jax.jit(lambda inputs: run(lambda inputs: of_samples(places, over_tries(inputs)), inputs))
     with jax.set_mesh(mesh.make(on)):
@@ -125,12 +131,12 @@ def both(places: Places, over_tries, over_samples, inputs, on=ONE):
     return got, jax.jit(lambda inputs: run(over_samples, inputs))(inputs)
 
 
-def check(places: Places, got, want, kept=()):
+def check(places: Places, got, want):
     """The same within 1e-5 of the largest value, and no gradients at padding."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), got, want)
     for name, x in got[1].items():
-        assert name in kept or not np.asarray(x)[places.segment_BT == 0].any(), name
-        assert np.asarray(x).any()
+        assert x.any()
+        assert x.shape[:2] != places.segment_BT.shape or not x[places.segment_BT == 0].any(), name
 
 
 def masked(kind, inputs, segment_BT):
@@ -150,7 +156,7 @@ def test_branches_start_with_the_state_of_their_parent(kind, rows):
         rows = (of_samples(places, inputs[name]) if tail else inputs[name] for name, tail in DRAW[kind].items())
         return module.chunked(*rows, np.int32(places.own_SL >= 0))
 
-    check(places, *both(places, over_tries, over_samples, drawn(kind, places)), kept=("A", "D"))
+    check(places, *both(places, over_tries, over_samples, drawn(kind, places)))
 
 
 @pytest.mark.parametrize("width", [W, 1])
@@ -168,7 +174,7 @@ def test_convolutions_read_what_came_before_in_the_sample(C, width):
         rows_SLC, segment_SL = of_samples(places, inputs["x"]), np.int32(places.own_SL >= 0)
         return conv.convolve(rows_SLC, inputs["weight"], segment_SL, inputs["bias"])
 
-    check(places, *both(places, over_tries, over_samples, inputs), kept=("weight", "bias"))
+    check(places, *both(places, over_tries, over_samples, inputs))
 
 
 LAYOUTS = {"one": ONE, "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2), "cp2": mesh.Layout(cp=2)}
@@ -185,18 +191,77 @@ def test_layers_over_tries(kind, on):
     mixed = [name for name, tail in DRAW[kind].items() if tail and name not in GATES[kind]]
     taps = {f"{name}_taps": np.float32(rng.normal(size=(np.prod(DRAW[kind][name]), W)) / W) for name in mixed}
 
-    def layer(inputs, segment_BT, parent_BT=None):
-        mix = over_rows(RECORD, segment_BT, "gather", parent_BT)
+    def run(inputs, segment_BT, parent_BT=None):
+        mix = layer.over_rows(RECORD, segment_BT, "gather", parent_BT)
         convolve = lambda name, x: mix.convolve(name, x.reshape(*x.shape[:2], -1), inputs[f"{name}_taps"])
         seen = {name: convolve(name, inputs[name]).reshape(inputs[name].shape) for name in mixed}
         seen |= {name: mix.gate(inputs[name]) for name in GATES[kind]}
         return mix.recur("any", MODULES[kind], *(seen.get(name, inputs[name]) for name in DRAW[kind]))
 
-    over_tries = lambda inputs: layer(inputs, places.segment_BT, places.parent_BT)
+    over_tries = lambda inputs: run(inputs, places.segment_BT, places.parent_BT)
 
     def over_samples(inputs):
         rows = {name: of_samples(places, x) if DRAW[kind].get(name) else x for name, x in inputs.items()}
-        return layer(rows, np.int32(places.own_SL >= 0))
+        return run(rows, np.int32(places.own_SL >= 0))
 
-    made = both(places, over_tries, over_samples, inputs | taps, LAYOUTS[on])
-    check(places, *made, kept=("A", "D", *taps))
+    check(places, *both(places, over_tries, over_samples, inputs | taps, LAYOUTS[on]))
+
+
+def gradients(kind, places: Places):
+    """(the gradients of all inputs, given parents and the inputs; the inputs)."""
+
+    def loss(inputs, parent_BT):
+        rows, segment_BT = (inputs[name] for name in DRAW[kind]), jnp.ones_like(parent_BT)
+        return jnp.sum(jnp.square(MODULES[kind].chunked(*rows, segment_BT, parent_BT=parent_BT)))
+
+    return jax.grad(loss), drawn(kind, places)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_memory_is_linear_in_the_trie_and_no_loop_is_over_tokens(kind):
+    gradient, inputs = gradients(kind, layout(ROWS["prefixes"], 32))
+
+    def memory(T):
+        resized = {name: (1, T, *x.shape[2:]) if x.ndim > 1 else x.shape for name, x in inputs.items()}
+        shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in resized.items()}
+        traced = jax.jit(gradient).trace(shapes, jax.ShapeDtypeStruct((1, T), np.int32))
+        assert max(lengths(traced.jaxpr.jaxpr)) <= T // 32
+        return traced.lower().compile().memory_analysis().temp_size_in_bytes
+
+    half, whole = map(memory, (1024, 2048))
+    tokens = sum(np.prod(x.shape[2:]) * 4 for x in inputs.values() if x.ndim > 1)
+    states = N * K * V * 4 / 32
+    assert whole < 2.1 * half
+    assert whole < 4 * 2048 * (tokens + 2 * states)
+
+
+def lengths(jaxpr):
+    """Those of all loops."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn.params["length"]
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from lengths(inner)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_rows_and_heads_are_computed_where_they_are(kind):
+    """Sharded over rows and heads, no device needs anything of another, but for sums of gradients over rows."""
+    gradient, inputs = gradients(kind, layout(ROWS["prefixes"], 32, 256))
+    on = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    place = lambda *axes: NamedSharding(on, PartitionSpec(*axes))
+    spec = lambda x: place("dp", None, "tp") if x.ndim > 1 else place("tp")
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec(x)) for name, x in inputs.items()}
+    parents = jax.ShapeDtypeStruct((2, 256), np.int32, sharding=place("dp"))
+    program = jax.jit(gradient).lower(shapes, parents).compile().as_text()
+    assert not any(f"{name}(" in program for name in ("all-gather", "all-to-all", "collective-permute"))
+    assert ("all-reduce(" in program) == (kind == "mamba")
+
+
+@pytest.mark.parametrize("family, size", [("qwen3_next", 32), ("nemotron_h", 32), ("qwen3", 1)])
+def test_nodes_start_at_chunks_of_models_with_states(family, size):
+    source = tiny_families.COMMON | tiny_families.OPTIONS[family] | dict(model_type=family)
+    config = models.config_from_hf(source)
+    assert models.trie_alignment(config) == size
+    layers = (layer.STATELESS, *(each for each in config.records if isinstance(each, layer.Attention)))
+    assert models.trie_alignment(dataclasses.replace(config, records=layers)) == 1

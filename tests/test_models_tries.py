@@ -17,6 +17,7 @@ from areax.core import balance, distill, divergence, losses, metrics, packing, p
 from areax.core import trie as tries
 from areax.core.critic import Critic
 from areax.models import frozen, lora
+from areax.parallel import batches, mesh, rules
 
 RUN = models.Run(remat="dots")
 KINDS = "qwen3", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3", "gemma4_text"  # one of each kind of layer
@@ -263,3 +264,47 @@ def test_the_statistics_of_experts_count_samples():
     same_metrics({name: found[1][0][name] for name in wanted}, wanted)
     for a, b in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(found[0][1]), strict=True):
         assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max()
+
+
+GATHER, ULYSSES = (models.Run(remat="dots", cp=method) for method in ("gather", "ulysses"))
+MESHES = {
+    "qwen3 dp2 cp2 tp2": ("qwen3", mesh.Layout(dp=2, cp=2, tp=2), GATHER),
+    "qwen3 fsdp2 cp4": ("qwen3", mesh.Layout(fsdp=2, cp=4), ULYSSES),
+    "gpt_oss fsdp2 ep2 cp2": ("gpt_oss", mesh.Layout(fsdp=2, ep=2, cp=2), GATHER),
+    "qwen3_next cp2 tp2 ep2": ("qwen3_next", mesh.Layout(cp=2, tp=2, ep=2), ULYSSES),
+    "nemotron_h fsdp2 cp2 tp2": ("nemotron_h", mesh.Layout(fsdp=2, cp=2, tp=2), GATHER),
+    "deepseek_v3 cp2 tp2 ep2": ("deepseek_v3", mesh.Layout(cp=2, tp=2, ep=2), GATHER),
+    "gemma4_text fsdp2 cp2 tp2": ("gemma4_text", mesh.Layout(fsdp=2, cp=2, tp=2), GATHER),
+}
+OFTEN_ON = "qwen3 dp2 cp2 tp2", "qwen3 fsdp2 cp4", "gpt_oss fsdp2 ep2 cp2", "qwen3_next cp2 tp2 ep2"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.mesh if name in OFTEN_ON else pytest.mark.wide) for name in MESHES]
+)
+def test_tries_on_a_mesh_are_rows_on_one_device(name):
+    family, layout, run = MESHES[name]
+    config, params = model(family)
+    params = {key: x for key, x in params.items() if key != "score"}
+    align = models.trie_alignment(config)
+    data = forks.samples(shared=13 if align == 1 else 90)
+    length = 96 if align == 1 else 256
+    score, objective = partial(models.score, config=config, run=run), losses.SFT()
+    wanted = loss_and_gradient(objective, score, params, packing.pack(data, length, rows=4))
+    tries = packing.pack_tries(data, length, rows=4, align=align)
+    assert tries.trie is not None
+    on = mesh.make(layout)
+    with jax.set_mesh(on):
+        placed = jax.device_put(params, rules.of_params(models.table(config), on))
+        got = jax.tree.map(np.asarray, loss_and_gradient(objective, score, placed, batches.batch(tries, on)))
+    np.testing.assert_allclose(got[0]["loss"], wanted[0]["loss"], rtol=1e-5)
+    close(got[1], wanted[1], 5e-5)
+
+
+@pytest.mark.mesh
+def test_a_ring_of_devices_has_no_tries():
+    on = mesh.make(mesh.Layout(cp=2))
+    batch = forks.batches(CONFIG, forks.samples())[1]
+    score = partial(models.score, config=CONFIG, run=models.Run(cp="ring"))
+    with jax.set_mesh(on), pytest.raises(ValueError, match="ring"):
+        jax.eval_shape(score, PARAMS, jax.tree.map(itemgetter(0), batches.batch(batch, on)))

@@ -11,6 +11,7 @@ import vlm
 from areax import models
 from areax.adapters.commands import aot
 from areax.core import losses, optim, param
+from areax.core.trie import Trie
 from areax.models import layer, lora, paging, transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
@@ -41,16 +42,18 @@ def wide(family):
 # -- activations -----------------------------------------------------------------------------------
 
 
-def kept(config, run, rows, length) -> int:
+def kept(config, run, rows, length, flattened=0) -> int:
     """Bytes that `jax.vjp` of the backbone keeps of layers: what scans stack, and what layers read beside their input:
-    inputs of their own, and keys and values of another layer."""
-    token_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    inputs of their own, and keys and values of another layer. Over tries, if `flattened` tokens of samples are given.
+    """
+    token_BT, own_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
 
-    def closure(params, token_BT):
-        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config, run=run)
+    def closure(params, token_BT, own_BA):
+        trie = Trie(token_BT, token_BT, token_BT, own_BA) if flattened else None
+        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config, run=run, trie=trie)
         return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
-    jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT).jaxpr
+    jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT, own_BA).jaxpr
     arrays = [x for x in jaxpr.outvars if not hasattr(x, "val")]
     scanned = {x for equation in jaxpr.eqns if equation.primitive.name == "scan" for x in equation.outvars}
     depths = {len(stack.layers) for stack in models.table(config).stacks}

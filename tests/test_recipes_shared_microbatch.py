@@ -124,14 +124,15 @@ def test_a_step_that_does_not_fit_with_any_rows_is_one_line(place, monkeypatch):
         sft.main(sft.Config(**options, out=str(place / "none")))
 
 
-def test_reinforcement_learning_goes_on_with_fewer_rows(place, monkeypatch):
+@pytest.mark.parametrize("trie", ["off", "auto"])
+def test_reinforcement_learning_goes_on_with_fewer_rows(place, monkeypatch, trie):
     """The same metrics and weights as with these rows from the start."""
     groups = [
-        [sampled([1, 2, 3], Completion([4 + i % 5, 5, 6], [-1.0] * 3, [0] * 3, "stop"), temperature=1.0,
+        [sampled([1, 2, 3 + g], Completion([4 + i % 5, 5, 6], [-1.0] * 3, [0] * 3, "stop"), temperature=1.0,
                  reward=float(i % 2), group=g, prompt=g, sample=i, rollout=4 * g + i) for i in range(4)]
         for g in range(12)
     ]  # fmt: skip
-    options = dict(length=8, objective=losses.GRPO(), optim=Optimizer(lr=1e-2))
+    options = dict(length=12, objective=losses.GRPO(), optim=Optimizer(lr=1e-2), trie=trie)
     build = lambda rows, given: trainer.build(
         Training(**options, rows=given), rows=rows, model=str(place / "model"), steps=2
     )
@@ -142,6 +143,7 @@ def test_reinforcement_learning_goes_on_with_fewer_rows(place, monkeypatch):
     assert auto.rows == 4 and auto.version == four.version == 2
     for a, b in (reports[:2], reports[2:]):
         assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"] > 0
+        assert trie == "off" or a["trie_ratio"] == b["trie_ratio"] < 1
     for a, b in zip(*(jax.tree.leaves(each.policy.state.params) for each in (auto, four)), strict=True):
         np.testing.assert_array_equal(a, b)
 

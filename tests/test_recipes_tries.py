@@ -8,6 +8,7 @@ import job_program
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 
 from areax import models
 from areax.adapters import hf
@@ -57,7 +58,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", [
-    name if name in ("sft", "dpo", "distill") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES
+    name if name in ("sft", "dpo") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES
 ])  # fmt: skip
 def test_training_on_given_rows(place, name):
     recipe, own = RECIPES[name]
@@ -71,6 +72,28 @@ def test_training_on_given_rows(place, name):
         ))  # fmt: skip
         lines[trie] = list(run_dir.read_lines(place / f"{name}-{trie}/metrics.jsonl"))
     same(lines["auto"], lines["off"], place / f"{name}-auto/model", place / f"{name}-off/model")
+
+
+@pytest.mark.slow
+def test_recurrent_layers_get_nodes_that_begin_at_chunks(place):
+    """Places of a trie are rounded up to chunks, and so is --length."""
+    given = tiny_families.OPTIONS["qwen3_next"] | dict(
+        model_type="qwen3_next", max_position_embeddings=512, initializer_range=0.05
+    )  # fmt: skip
+    tiny.model(place / "recurrent", **given)
+    align = models.trie_alignment(hf.read_config(place / "recurrent"))
+    rows = [{"prompt": "1+2+" * 24 + f"{i % 4}+", "completion": str(i)} for i in range(16)]
+    data = str(tiny.rows(place / "long.jsonl", rows))
+    lines = []
+    for trie in ("off", "auto"):
+        out = place / f"recurrent-{trie}"
+        sft.main(sft.Config(
+            model=str(place / "recurrent"), data=data, out=str(out), steps=3, batch=16, length=12 * align + 4, rows=1,
+            optim=job_program.PLAIN, trie=trie,
+        ))  # fmt: skip
+        lines.append(list(run_dir.read_lines(out / "metrics.jsonl")))
+    assert align > 1
+    same(*reversed(lines), place / "recurrent-auto/model", place / "recurrent-off/model")
 
 
 @pytest.mark.mesh

@@ -22,6 +22,7 @@ from ...core.batch import Batch
 from ...core.distill import Distill, Taught
 from ...core.preference import RewardModel
 from ...core.process_reward import ProcessReward
+from ...core.trie import Trie
 from ...models import frozen as teachers
 from ...models import lora, vision
 from ...models.layer import Attention
@@ -65,6 +66,7 @@ class Step:
       arrays: what the batch has beside the arrays of every batch.
       balance: as in a recipe's Config.
       patches: of images, P, of each row, where the Config has a vision tower.
+      flattened: A of a batch with tries, whose places are then T; 0 = rows without tries.
       teacher: Config of a local teacher whose distributions the step compares.
       follows: the step of the policy, if this is that of its critic: they read the same batch.
     """
@@ -82,6 +84,7 @@ class Step:
     arrays: tuple[Array, ...] = ()
     balance: balance.Balance = balance.Balance()
     patches: int = 0
+    flattened: int = 0
     teacher: Any = None
     follows: Step | None = None
 
@@ -118,24 +121,27 @@ class Step:
 
 
 def abstract_batch(spec: Step) -> Batch:
-    """The prepared Batch [M, B, T] of a step, as shapes and dtypes."""
+    """The prepared Batch [M, B, T] of a step, or [M, B, A] with tries, as shapes and dtypes."""
     if spec.follows:
         return jax.eval_shape(spec.objective.prepare, abstract_batch(spec.follows))
     packed = packing.pack([supervised([0], [0], sample=0, rollout=0)], 2, rows=1)
-    row = spec.microbatches, spec.rows
+    row, tokens = (spec.microbatches, spec.rows), spec.flattened or spec.length
 
     def shape(path, x):
-        width = spec.length if _name(path).endswith("_BT") else spec.slots
+        width = tokens if _name(path).endswith("_BT") else spec.slots
         return jax.ShapeDtypeStruct((*row, width), x.dtype)
 
     batch = jax.tree_util.tree_map_with_path(shape, packed)
+    if spec.flattened:
+        place, own = (jax.ShapeDtypeStruct((*row, width), jnp.int32) for width in (spec.length, spec.flattened))
+        batch = batch.replace(trie=Trie(place, place, place, own))
     score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     inner = spec.objective.objective if isinstance(spec.objective, Taught) else spec.objective
     if getattr(inner, "needs_reference", False):
         batch = batch.replace(ref_BT=score)
     if getattr(inner, "needs_values", False):
         batch = batch.replace(value_BT=score)
-    lead = {"_BT": (*row, spec.length), "_BP": (*row, spec.patches), "_BJ": (*row, spec.slots), "": row[:1]}
+    lead = {"_BT": (*row, tokens), "_BP": (*row, spec.patches), "_BJ": (*row, spec.slots), "": row[:1]}
     for array in (*spec.arrays, *_images(spec)):
         kind = KINDS[array.where] if array.name not in PATCHES else "_BP"
         made = jax.ShapeDtypeStruct((*lead[kind], *array.tail), jnp.dtype(array.dtype))
@@ -186,16 +192,27 @@ def reads(spec: Step) -> dict[str, int]:
         kind = "_BP" if name in PATCHES else kind
         if spec.microbatches > 1 or id(variable) in used or name in model:
             tail = x.shape[len(kind.removeprefix("_")) :]
-            found[name + kind * (not name.endswith(kind))] = x.dtype.itemsize * math.prod(tail)
+            name += kind * (not name.endswith(kind))
+            if spec.flattened and path[0].name != "trie":
+                name = name.replace("_BT", "_BA")
+            found[name] = x.dtype.itemsize * math.prod(tail)
     return found
 
 
 def _of_model(spec: Step) -> set[str]:
     """Names of the arrays that the model reads."""
     own = spec.config.vision is None  # with images, rotary embeddings turn by positions on three axes
-    placed = any(isinstance(layer, Attention) and (layer.growth or own and layer.rope) for layer in spec.config.records)
-    read = MODEL_READS | ({"position_BT"} if placed else set())
-    if not spec.follows and not isinstance(spec.objective, RewardModel | ProcessReward):
+    attends = [layer for layer in spec.config.records if isinstance(layer, Attention)]
+    placed = any(layer.growth or own and layer.rope for layer in attends)
+    scores = not spec.follows and not isinstance(spec.objective, RewardModel | ProcessReward)
+    read = MODEL_READS
+    if spec.flattened:
+        stateful = any(not isinstance(layer, Attention) and layer.state for layer in spec.config.records)
+        read = {"token_BT", "first_BT", "own_BA"} | ({"until_BT", "index_BT"} if attends else set())
+        read |= {"segment_BT"} if stateful or _sums(spec) else set()
+        read |= {"parent_BT"} if stateful or scores else set()
+    read = read | ({"position_BT"} if placed else set())
+    if scores:
         read |= {"target_BT", "routed_experts"}
     return read | ({"teacher_ids", "teacher_logp"} if spec.distill and spec.teacher is None else set())
 
@@ -272,7 +289,8 @@ def compile(spec: Step):
 
 def _placed(batch: Batch, on) -> Batch:
     """The batch with the shardings that `parallel.batches` gives it."""
-    axes = {"_BT": ("layers", "batch", "seq"), "_BJ": ("layers", "batch"), "": ("layers",)}
+    seq = "layers", "batch", "seq"
+    axes = {"_BT": seq, "_BA": seq, "_BJ": ("layers", "batch"), "": ("layers",)}
 
     def one(path, x):
         sharding = NamedSharding(on, rules.spec(axes[_kind(path)], mesh=on))
@@ -287,5 +305,6 @@ def _name(path) -> str:
 
 
 def _kind(path) -> str:
-    """The leading axes of an array of a Batch: "_BT", "_BJ", or "" if it has neither rows nor positions."""
-    return KINDS.get(path[0].name, path[0].name[-3:])
+    """The leading axes of an array of a Batch: "_BT", "_BJ", of a trie also "_BA", or "" if it has neither rows nor
+    positions."""
+    return KINDS.get(path[0].name, _name(path)[-3:])

@@ -23,8 +23,10 @@ from ...parallel.planner import generation as generations
 from ...parallel.planner import job as jobs
 from ...parallel.planner import remedies
 from ...parallel.planner.chips import Chip
+from ...parallel.planner.tries import Tries
 from .. import hf
 from ..runtime import hub
+from . import tries
 from .aot import Array, Step, frozen, reads
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # options that a recipe's Config must have
@@ -40,6 +42,7 @@ class Planned:
       job: the step, for the planner, with its critic and teacher.
       generation: of a recipe that generates.
       itemsize: bytes of an exported weight.
+      shared: what `--trie auto` does to the step, in words; "" if it is off.
     """
 
     settings: Any
@@ -47,6 +50,7 @@ class Planned:
     job: jobs.Job
     generation: generations.Generation | None
     itemsize: int
+    shared: str = ""
 
 
 def check(config: Any) -> None:
@@ -77,16 +81,30 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int =
     if not 0 < sequence <= config.length:
         raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
     a_row = config.length // sequence
-    used = max(1, math.ceil(samples(config) / a_row / config.rows))
+    trie, shared = tries.planned(config, _readers(config, settings), _chunks(chip)[0], sequence)
+    used = max(1, math.ceil((trie.rows if trie else samples(config) / a_row) / config.rows))
+    slots = trie.slots if trie else 1 << (a_row - 1).bit_length()
     run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
     patches = _patches(config, settings, a_row * image_tokens if image_tokens else config.length)
-    steps = _steps(config, settings, run, packing.bucket(used), 1 << (a_row - 1).bit_length(), patches)
-    job = _job(config, steps, chip, used, sequence)
+    steps = _steps(config, settings, run, packing.bucket(used), slots, patches, trie)
+    job = _job(config, steps, chip, used, sequence, trie)
     itemsize = hf.save_dtype(settings, param.abstract(models.table(settings))).itemsize
     generation = None
     if generates(config):
         generation = _generation(config, settings, chip.platform, sequence, itemsize, rollout_chips)
-    return Planned(settings, steps, job, generation, itemsize)
+    return Planned(settings, steps, job, generation, itemsize, shared)
+
+
+def _chunks(chip: Chip) -> tuple[int, int]:
+    """`Job.chunks` on a chip."""
+    return recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE
+
+
+def _readers(config, settings) -> list:
+    """The settings of all models that read the batches."""
+    critic = config.critic.model if getattr(_objective(config), "needs_values", False) else ""
+    others = [path for path in (getattr(config, "teacher", ""), critic) if path]
+    return [settings, *(hf.read_config(hub.folder(path)) for path in others)]
 
 
 def beside(planned: Planned, chip: Chip) -> tuple[float, generations.Shares]:
@@ -151,7 +169,9 @@ def _patches(config, settings, tokens: int) -> int:
     return tower.unit * min(cp * packing.bucket(-(-tokens // cp)), config.length) if tower else 0
 
 
-def _steps(config, settings, run: models.Run, microbatches: int, slots: int, patches: int) -> tuple[Step, ...]:
+def _steps(
+    config, settings, run: models.Run, microbatches: int, slots: int, patches: int, trie: Tries | None
+) -> tuple[Step, ...]:
     """The step of the model, and of its critic."""
     objective, teacher = _objective(config), None
     if isinstance(objective, losses.RewardModel):
@@ -164,9 +184,9 @@ def _steps(config, settings, run: models.Run, microbatches: int, slots: int, pat
         teacher = _seeing(config, hf.read_config(hub.folder(config.teacher)))
     step = Step(
         settings, objective, _optim(getattr(config, "optim", Optimizer())), run, config.mesh, config.rows,
-        config.length, microbatches, slots=slots, lora=getattr(config, "lora", lora.Lora()),
-        arrays=tuple(_arrays(config, settings)), balance=getattr(config, "balance", Balance()), patches=patches,
-        teacher=teacher,
+        trie.length if trie else config.length, microbatches, slots=slots, flattened=trie.flattened if trie else 0,
+        lora=getattr(config, "lora", lora.Lora()), arrays=tuple(_arrays(config, settings)),
+        balance=getattr(config, "balance", Balance()), patches=patches, teacher=teacher,
     )  # fmt: skip
     if not getattr(_objective(config), "needs_values", False):
         return (step,)
@@ -212,7 +232,7 @@ def _arrays(config, settings) -> list[Array]:
 # -- the planner's job -----------------------------------------------------------------------------
 
 
-def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float) -> jobs.Job:
+def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float, trie: Tries | None) -> jobs.Job:
     step, *critics = steps
     inner = _objective(config)
     epochs = getattr(config, "epochs", 1)
@@ -232,11 +252,11 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
         critic = jobs.Critic(_model(critics[0].config), critics[0].optim, reads(critics[0]), 1 / epochs)
     adapted = step.lora.rank > 0
     return jobs.Job(
-        model.table, model.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
+        model.table, model.records, config.mesh, config.rows, step.length, step.microbatches, used, sequence,
         dtype=run.dtype or "float32", remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, dispatch=run.dispatch,
         top_k=model.top_k, router_fp32=model.router_fp32, activation=model.activation,
         vision=model.vision, patches=step.patches,
-        chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots, reads=reads(step),
+        chunks=_chunks(chip), slots=step.slots, tries=trie, reads=reads(step),
         scores=(step.whole.needs_scores + bool(where)) / epochs, reference=where,
         reference_dtype="float32" if moved else "", platform=chip.platform, optim=step.optim,
         adapters=lora.table(model.table, step.lora) if adapted else None,

@@ -64,9 +64,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
     """Computes the plan of a recipe's Config.
 
     Returns:
-      {"model", "mesh", "chip", "fits", "suggested", "server_split", "figures": {name: {"value", "kind", "section",
-      "text"}}}; kind is "exact" or "estimate", a name ends in its unit; "suggested" are options, each of which makes
-      the trainer fit, or faster if it does; "server_split" is the option that makes the recipe's own server fit, or "".
+      {"model", "mesh", "chip", "fits", "suggested", "server_split", "shared", "figures": {name: {"value", "kind",
+      "section", "text"}}}; kind is "exact" or "estimate", a name ends in its unit; "suggested" are options, each of
+      which makes the trainer fit, or faster if it does; "server_split" is the option that makes the recipe's own server
+      fit, or ""; "shared" says what `--trie auto` does, "" if it is off.
       With `check` also "agrees": whether argument bytes equal XLA's.
 
     Raises:
@@ -87,6 +88,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     suggested = remedies.fitting(job, chip, *beside)
     if trains:
         suggested = [] if auto else remedies.faster(job, chip, *beside)
+        suggested = _sharing(config, made, chip, known) + suggested
     split = _split(config, made, chip, known)
     if split and not trains and beside[1] != "no":
         suggested.append(split)
@@ -103,9 +105,22 @@ def plan(config: Any, options: Options = Options()) -> dict:
         "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
         "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
         "microbatches": job.used, "fits": planned.fits, "suggested": suggested, "server_split": split,
+        "shared": made.shared,
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
+
+
+def _sharing(config: Any, made: jobs.Planned, chip: Chip, known: dict) -> list[str]:
+    """The option with which groups compute their prompts once, if that makes a step of this Config faster, and fits."""
+    if made.generation is None or getattr(config, "trie", "") != "off":
+        return []
+    config = copy.copy(config)
+    config.trie = "auto"
+    job = jobs.made(config, chip, **known).job
+    fits = job.tries and plans.device_bytes(job, *jobs.beside(made, chip)) <= USABLE * chip.memory
+    faster = fits and plans.time(job, chip)[0] < remedies.WORTH * plans.time(made.job, chip)[0]
+    return ["--trie auto"] if faster else []
 
 
 def _split(config: Any, made: jobs.Planned, chip: Chip, known: dict) -> str:
@@ -174,6 +189,7 @@ def show(report: dict) -> str:
         )
     lines += [
         "",
+        *([f"--trie auto: {report['shared']}"] if report["shared"] else []),
         *_generating(report),
         f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}",
     ]
@@ -181,7 +197,7 @@ def show(report: dict) -> str:
     if peak > usable and peak != bytes_of.get("server_bytes"):
         lines.append("fits with " + (", or with ".join(suggested) or "none of the options that save memory"))
     elif suggested:
-        lines.append(f"faster with {suggested[0]}, which fits")
+        lines.append(f"faster with {', or with '.join(suggested)}, which fits")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))
     return "\n".join(lines)
@@ -222,6 +238,8 @@ def human(name: str, value: float) -> str:
         return f"{value:.1%}"
     if unit == "s" and not name.endswith("per_s"):
         return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"
+    if name.endswith("_ratio"):
+        return f"{value:.2f}"
     if value < 10000 and not unit:
         return f"{value:,.0f}"
     power = min(len(SCALE) - 1, max(0, int(math.log10(max(value, 1)) // 3)))

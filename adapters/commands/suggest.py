@@ -89,7 +89,8 @@ def suggest(config: Any, options: Any) -> dict:
             f"plan: a server on {config.serve.mesh} must fit {human('bytes', usable)} of a {options.chip}, got "
             f"{human('bytes', server)}; raise --serve.mesh.tp, or leave --serve.mesh out"
         )
-    rows = math.ceil(jobs.samples(config) / (config.length // int(made.job.sequence)))
+    tries = made.job.tries
+    rows = tries.rows if tries else math.ceil(jobs.samples(config) / (config.length // int(made.job.sequence)))
     if generates:
         assert made.generation is not None
         least = 1 + generations.rates(made.job, chip, made.generation).devices

@@ -40,6 +40,17 @@ SECTIONS = {  # by the first part of a step's name: (title, text, settings, figu
         "plan's model\nFLOPs over the chip's data sheet peak; recomputation does not count.",
         {name: setting(name) for name in ("shape", "length", "system", "remat", "dtype")}, TRAINING,
     ),
+    "trie": (
+        "Samples that share their prompt",
+        "A GRPO update on one group, as rows of one sample each and as one trie (`--trie auto`), which computes the "
+        "prompt\nonce. The gradient is the same but for rounding: its norm is given. Tokens are those of the samples.",
+        {name: setting(name) for name in ("shape", "samples", "prompt", "completion", "layout", "remat", "dtype")},
+        {
+            "computed": number("trie_ratio", ".1%"), "tokens/s": number("tokens_per_s"),
+            "s a step": number("step_s", ".3f"), "peak GB": gigabytes("peak_bytes"),
+            "gradient norm": number("grad_norm", ".4f"), "first step, s": number("first_s", ".1f"),
+        },
+    ),
     "decode": (
         "Decoding", "The embedded engine with all slots busy; the time includes prefill.",
         {name: setting(name) for name in ("shape", "dtype", "slots", "prompt", "new")},

@@ -19,7 +19,7 @@ PACKAGES = {"areax": ("jax", "jaxlib"), "transformers": ("torch", "transformers"
 def identity(step: Step, device: str) -> dict:
     """The part of a row that must match for it to be up to date."""
     system = step.settings.get("system", "areax")
-    own = [BENCHMARKS / "chips" / f"{step.kind}.py", BENCHMARKS / "chips" / "shapes.py"]
+    own = [BENCHMARKS / "chips" / f"{name}.py" for name in {step.kind, "shapes", "train"}]  # train: ways to measure
     if system == "areax":
         own += [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     if step.kind == "smoke":

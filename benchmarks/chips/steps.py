@@ -38,6 +38,7 @@ class Sizes:
       slots: sequences that the engine decodes at a time.
       decode: its other settings.
       grpo: settings of each run, by name: "defaults" leaves out all options that a run needs not have.
+      trie: settings of an update on samples that share their prompt.
       offload: settings of a training step whose state is in the host's memory.
       rows: {length of a row of one sequence: time limit}.
       limits_s: time limits of the other steps, by kind.
@@ -52,6 +53,7 @@ class Sizes:
     slots: tuple[int, ...]
     decode: dict[str, int]
     grpo: dict[str, dict]
+    trie: dict[str, Any]
     offload: dict[str, Any]
     rows: dict[int, int]
     limits_s: dict[str, int]
@@ -77,9 +79,10 @@ FULL = Sizes(
             },
         ),
     },
+    trie=dict(shape=DENSE, samples=16, prompt=2048, completion=256, remat="dots"),
     offload=dict(shape="Qwen3-8B", dtype="bfloat16", length=4096, rows=2, microbatches=4, steps=2),
     rows={65536: 120, 131072: 150, 163840: 180, 196608: 240, 229376: 300, 262144: 360, 393216: 480},
-    limits_s=dict(smoke=300, train=180, decode=180, grpo=420, offload=300),
+    limits_s=dict(smoke=300, train=180, trie=180, decode=180, grpo=420, offload=300),
 )  # fmt: skip
 TINY = Sizes(
     shape="tiny", dtype="float32", lengths=(64,),  # XLA's CPU backend lacks some bf16 matmuls
@@ -94,8 +97,9 @@ TINY = Sizes(
             },
         ),
     },
+    trie=dict(shape="tiny", samples=4, prompt=32, completion=8, remat="dots"),
     offload=dict(shape="tiny", dtype="float32", length=64, rows=2, microbatches=2, steps=1), rows={128: 240},
-    limits_s=dict(smoke=240, train=240, decode=240, grpo=240, offload=240),
+    limits_s=dict(smoke=240, train=240, trie=240, decode=240, grpo=240, offload=240),
 )  # fmt: skip
 
 
@@ -111,6 +115,7 @@ def steps(sizes: Sizes, mark: str, peer: bool) -> list[Step]:
     return [
         Step("smoke", "smoke", {"mark": mark}, limit_s["smoke"]),
         *_training(sizes, sizes.first, peer),
+        *_tries(sizes),
         *(Step(f"decode/{sizes.shape}/{its['slots']}", "decode", its, limit_s["decode"]) for its in slots),
         *(Step(f"grpo/{its['shape']}/{name}", "grpo", its, limit_s["grpo"]) for name, its in sizes.grpo.items()),
         Step(f"offload/{sizes.offload['shape']}", "offload", sizes.offload, limit_s["offload"]),
@@ -128,6 +133,12 @@ def _training(sizes: Sizes, cases: tuple[Case, ...], peer: bool) -> Iterator[Ste
                 )  # fmt: skip
                 name = f"train/{shape}/{length}/{system}/{remat}"
                 yield Step(name, "train", settings | sizes.timed, sizes.limits_s["train"])
+
+
+def _tries(sizes: Sizes) -> Iterator[Step]:
+    for layout in ("trie", "rows"):
+        settings = sizes.trie | {"layout": layout, "dtype": sizes.dtype} | sizes.timed
+        yield Step(f"trie/{sizes.trie['shape']}/{layout}", "trie", settings, sizes.limits_s["trie"])
 
 
 def _rows(sizes: Sizes) -> Iterator[Step]:

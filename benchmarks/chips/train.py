@@ -7,7 +7,9 @@ AdamW. Remat "full" is gradient checkpointing in transformers.
 
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from chips import shapes
 
@@ -22,24 +24,27 @@ def measure(shape, length, sequences, system, remat, dtype, steps, uncounted, *,
     """
     figures = planned(chip, shape, length, sequences, remat if system == "areax" else "dots", dtype) if chip else {}
     once, peak = {"areax": areax, "transformers": transformers}[system](shape, length, sequences, remat, dtype)
-    seconds = []
-    for _ in range(uncounted + steps):
-        start = time.perf_counter()
-        loss = once()
-        seconds.append(time.perf_counter() - start)
-    counted = seconds[uncounted:]
-    median = statistics.median(counted)
-    result = {
-        "tokens_per_s": length / median, "step_s": median, "step_s_min": min(counted), "step_s_max": max(counted),
-        "first_s": seconds[0], "peak_bytes": peak(), "loss": loss,
-    }  # fmt: skip
+    times, loss = timed(once, steps, uncounted)
+    result = {"tokens_per_s": length / times["step_s"], **times, "peak_bytes": peak(), "loss": loss}
     if chip:
         from areax.parallel.planner import chips
 
-        result["mfu"] = figures["model_flops"] / median / chips.CHIPS[chip].flops
+        result["mfu"] = figures["model_flops"] / times["step_s"] / chips.CHIPS[chip].flops
         if system == "areax":
             result |= {f"planned_{name}": figures[name] for name in ("mfu", "peak_bytes")}
     return result
+
+
+def timed(once: Callable, steps: int, uncounted: int) -> tuple[dict, Any]:
+    """Figures of the time that calls take, after some that are not counted; and what the last one returned."""
+    seconds = []
+    for _ in range(uncounted + steps):
+        start = time.perf_counter()
+        last = once()
+        seconds.append(time.perf_counter() - start)
+    counted = seconds[uncounted:]
+    named = {"step_s": statistics.median(counted), "step_s_min": min(counted), "step_s_max": max(counted)}
+    return named | {"first_s": seconds[0]}, last
 
 
 def planned(chip: str, shape: str, length: int, sequences: int, remat: str, dtype: str) -> dict:
@@ -71,29 +76,38 @@ def tokens(shape: str, length: int, sequences: int):
 
 def areax(shape: str, length: int, sequences: int, remat: str, dtype: str):
     """Returns a function that takes one step and returns its loss, and one that returns peak device memory in bytes."""
-    import jax
-
     from areax import models
-    from areax.core import losses, optim, packing, param, step
+    from areax.core import losses, packing
     from areax.rollout.types import supervised
 
     config = models.config_from_hf(shapes.hf(shape, length))
-    table, objective = models.table(config), losses.SFT()
-    optimizer = optim.make_optimizer(optim.Optimizer(**ADAM), table)
-    run = models.Run(dtype=dtype, remat=remat)
-    update = step.make_step(partial(models.score, config=config, run=run), objective, optimizer)
-    state = step.init(jax.jit(lambda key: param.init(key, table))(jax.random.key(0)), optimizer)
     rows = enumerate(tokens(shape, length, sequences))
     samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in rows]
-    batch = objective.prepare(jax.device_put(packing.pack(samples, length, rows=1)))
+    batch = packing.pack(samples, length, rows=1)
+    once = stepping(config, losses.SFT(), batch, models.Run(dtype=dtype, remat=remat))
+    return lambda: float(once()["loss"].sum), peak_bytes
+
+
+def stepping(config, objective, batch, run):
+    """Returns a function that takes one training step from random weights on and returns its metrics."""
+    import jax
+
+    from areax import models
+    from areax.core import optim, param, step
+
+    table = models.table(config)
+    optimizer = optim.make_optimizer(optim.Optimizer(**ADAM), table)
+    update = step.make_step(partial(models.score, config=config, run=run), objective, optimizer)
+    state = step.init(jax.jit(lambda key: param.init(key, table))(jax.random.key(0)), optimizer)
+    prepared = objective.prepare(jax.device_put(batch))
 
     def once():
         nonlocal state
-        state, report = update(state, batch)
+        state, report = update(state, prepared)
         jax.block_until_ready(state)
-        return float(report["loss"].sum)
+        return report
 
-    return once, peak_bytes
+    return once
 
 
 def peak_bytes() -> int | None:

@@ -89,7 +89,7 @@ def _backward(activation, kept, dout_AD):
     start = jnp.zeros((S, C, D), x_AD.dtype), jnp.zeros((S, C), wide), *_zeros(weights, wide)
     dx_SCD, dweight_SC, *dweights = jax.lax.fori_loop(0, plan.used, block, start)
     dx_AD = grouped.sums(dx_SCD.reshape(S * C, D), plan.row_P.reshape(-1, K)).astype(x_AD.dtype)
-    dweight_AK = grouped.gather(dweight_SC.reshape(S * C, 1), plan, K)[..., 0].astype(weight_AK.dtype)
+    dweight_AK = grouped.take(dweight_SC.reshape(S * C, 1), plan.row_P).reshape(weight_AK.shape).astype(weight_AK.dtype)
     return dx_AD, dweight_AK, *jax.tree.map(lambda d, w: d.astype(w.dtype), tuple(dweights), weights), None
 
 

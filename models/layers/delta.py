@@ -43,7 +43,7 @@ def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | No
       parent_BT: of tries, as in `recurrence.run`; padding needs beta = g = 0.
 
     Returns:
-      out_BTNV, in v's dtype; state_BNKV after each row.
+      out_BTNV, in v's dtype; state_BNKV after each row, None over tries.
     """
     inputs = q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN
     out_BTNV, state_BNKV = recurrence.run(_prepare, inputs, segment_BT, chunk, state, parent_BT)

@@ -54,8 +54,7 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
     count_E = jnp.bincount(expert_P, length=E + 1)[:E]
     blocks_E = -(-count_E // block)
     end_E = jnp.cumsum(blocks_E)
-    order_P = jnp.argsort(expert_P, stable=True)
-    sorted_P = expert_P[order_P]
+    sorted_P, order_P = _by_expert(expert_P, E)
     begin_E = jnp.concatenate([(end_E - blocks_E) * block - (jnp.cumsum(count_E) - count_E), jnp.full(1, S * block)])
     place_P = jnp.arange(P) + begin_E[sorted_P]  # row of each sorted pair
     row_P = jnp.zeros(P, jnp.int32).at[order_P].set(place_P.astype(jnp.int32))
@@ -63,6 +62,15 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
     expert_S = jnp.searchsorted(end_E, jnp.arange(S), side="right").astype(jnp.int32)
     rows_E = (blocks_E * block).astype(jnp.int32)
     return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), end_E[-1].astype(jnp.int32), rows_E)
+
+
+def _by_expert(expert_P, E: int):
+    """Experts up to E and their pairs, sorted by expert, then by pair: as one number, which a CPU sorts four times as
+    fast as numbers with an index."""
+    P = len(expert_P)
+    assert (E + 1) * P <= 1 << 32
+    key_P = jnp.sort(expert_P.astype(jnp.uint32) * P + jnp.arange(P, dtype=jnp.uint32))
+    return (key_P // P).astype(jnp.int32), (key_P % P).astype(jnp.int32)
 
 
 @shaped
@@ -91,13 +99,9 @@ def take(rows_AD, index_R):
 
 
 def sums(rows_RD, row_AK, weight_AK=None):
-    """Each token's sum over its rows, times their weights if given, [A, D], in fp32 or wider.
-
-    One expert of each token at a time where there are fewer rows than pairs, whose array [A, K, D] would be larger.
-    """
+    """Each token's sum over its rows, times their weights if given, [A, D], in fp32 or wider: one expert of each token
+    at a time, so that there is no array [A, K, D]."""
     wide = jnp.promote_types(rows_RD.dtype, jnp.float32)
-    if len(rows_RD) >= row_AK.size and weight_AK is None:
-        return take(rows_RD, row_AK).sum(1, dtype=wide)
 
     def one(k):
         rows_AD = take(rows_RD, row_AK[:, k]).astype(wide)
@@ -108,17 +112,13 @@ def sums(rows_RD, row_AK, weight_AK=None):
 
 @shaped
 def combine(out_RD, weight_AK, plan: Plan):
-    """Weighted sum over each token's rows, [A, D], accumulated in fp32 or wider, in out's dtype."""
-    if len(plan.pair_R) < weight_AK.size:
-        return _combine(out_RD, weight_AK, plan.row_P, plan.pair_R)
-    wide = jnp.promote_types(out_RD.dtype, jnp.float32)
-    out_AKD = gather(out_RD, plan, weight_AK.shape[1])
-    return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
+    """Weighted sum over each token's rows, [A, D], accumulated in fp32 or wider, in out's dtype; neither it nor its
+    backward pass has an array of all pairs [A, K, D]."""
+    return _combine(out_RD, weight_AK, plan.row_P, plan.pair_R)
 
 
 @jax.custom_vjp
 def _combine(out_RD, weight_AK, row_P, pair_R):
-    """`combine` for fewer rows than pairs, forward and backward without an array of all pairs [A, K, D]."""
     return sums(out_RD, row_P.reshape(weight_AK.shape), weight_AK).astype(out_RD.dtype)
 
 
@@ -132,22 +132,6 @@ def _split(kept, dout_AD):
 
 
 _combine.defvjp(lambda *inputs: (_combine(*inputs), inputs), _split)
-
-
-def gather(rows_RD, plan: Plan, K: int):
-    """The rows of each token, [A, K, D]; zeros for pairs outside the plan."""
-    return _pairs(rows_RD, plan.row_P, plan.pair_R).reshape(-1, K, rows_RD.shape[1])
-
-
-@jax.custom_vjp
-def _pairs(rows_RD, row_P, pair_R):
-    return take(rows_RD, row_P)
-
-
-_pairs.defvjp(
-    lambda rows_RD, row_P, pair_R: (take(rows_RD, row_P), pair_R),
-    lambda pair_R, d_PD: (take(d_PD, pair_R), None, None),
-)
 
 
 def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:

@@ -33,7 +33,7 @@ def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
       parent_BT: of tries, as in `recurrence.run`; padding needs dt = 0.
 
     Returns:
-      out_BTHP, in x's dtype; state_BHPN after each row.
+      out_BTHP, in x's dtype; state_BHPN after each row, None over tries.
     """
     wide = jnp.promote_types(x_BTHP.dtype, jnp.float32)
     dt_BTH = dt_BTH.astype(wide)
@@ -41,7 +41,7 @@ def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
     state_BHNP = None if state is None else state.mT
     out_BTHP, state_BHNP = recurrence.run(_prepare, inputs, segment_BT, chunk, state_BHNP, parent_BT)
     out_BTHP = out_BTHP + D_H.astype(wide)[None, None, :, None] * x_BTHP
-    return out_BTHP.astype(x_BTHP.dtype), state_BHNP.mT
+    return out_BTHP.astype(x_BTHP.dtype), None if state_BHNP is None else state_BHNP.mT
 
 
 def _prepare(q, k, x, dt, g, segment_MBC, before_MB):

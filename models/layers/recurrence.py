@@ -14,7 +14,8 @@ have M chunks each, X in all, and G keys serve R heads each.
 
 Over tries (`core.trie`) a chunk has tokens of one node only, and begins with the state after the chunk of the token
 before its first one, which each of the branches there reads. The scan is in the order of places, so that parents come
-before their children; the backward pass goes the other way, and adds the gradients of branches up.
+before their children; the backward pass goes the other way, and adds the gradients of branches up. It is as long as the
+row: chunks of the same depth, which do not need each other, run one after the other.
 """
 
 import math
@@ -79,7 +80,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_
         padding must leave the state as it is. `segment_BT` is not read, nor `state_BNKV`.
 
     Returns:
-      out_BTNV; state_BNKV after the last token of each row.
+      out_BTNV; state_BNKV after the last token of each row, None over tries.
     """
     (B, T), G = segment_BT.shape, inputs[0].shape[2]
     size, tokens = _sizes()
@@ -101,7 +102,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_
     given = tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB)
     if parent_BT is not None:
         source_BX = jnp.pad(_sources(parent_BT, C), ((0, 0), (0, fill // C)))
-        out_LMBGRCV, state_BGRKV = _run_tries(prepare, *given, source_BX.T.reshape(before_LMB.shape))
+        out_LMBGRCV, state_BGRKV = _run_tries(prepare, *given, source_BX.T.reshape(before_LMB.shape)), None
     elif state_BNKV is None:
         out_LMBGRCV, state_BGRKV = _run(prepare, *given)
     else:
@@ -109,7 +110,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_
         out_LMBGRCV, state_BGRKV = _forward(prepare, *given, state_BGRKV)[0]
     out_BLMCGRV = jnp.moveaxis(out_LMBGRCV, (2, 5), (0, 3))
     out_BTNV = out_BLMCGRV.reshape(B, T + fill, -1, out_LMBGRCV.shape[-1])[:, :T]
-    return out_BTNV, state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
+    return out_BTNV, None if state_BGRKV is None else state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
 
 
 def time_steps(bounds, key, shape, dtype):
@@ -172,10 +173,13 @@ _run.defvjp(_forward, _backward)
 
 
 def _sources(parent_BT, C: int):
-    """Index, in the states 0 and those after each chunk, of the state that each chunk starts with, i32[B, X]."""
+    """The index, in the states before all chunks and after each, of that which each chunk starts with, i32[B, X]."""
     first_BX = parent_BT[:, ::C]
     own_X = np.arange(0, parent_BT.shape[1], C, dtype=np.int32)
     return jnp.where(first_BX == own_X[None], 0, first_BX // C + 1)
+
+
+# Loops over tries write first what the step before made and read then, so that XLA updates the states in place.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -184,62 +188,78 @@ def _run_tries(prepare, inputs, where, source_LMB):
 
 
 def _forward_tries(prepare, inputs, where, source_LMB):
-    def after(states, given):
-        chunk, source_B, own = given
+    def next_chunk(carried, given):
+        (states, last), (chunk, source_B, x) = carried, given
+        states = states.at[x].set(last)
         start = _of_rows(states, source_B)
-        return states.at[own].set(_next(start, chunk)), start
+        return (states, _next(start, chunk)), start
 
-    def block(states, given):
-        *given, source_MB, own_M = given
+    def block(carried, given):
+        *given, source_MB, x_M = given
         chunks = prepare(*given)
-        states, starts = jax.lax.scan(after, states, (chunks, source_MB, own_M))
-        return states, _out(starts, chunks)
+        carried, starts = jax.lax.scan(next_chunk, carried, (chunks, source_MB, x_M))
+        return carried, _out(starts, chunks)
 
-    given = *inputs, *where
-    states = _zeros(prepare, given, 1 + source_LMB[..., 0].size)
-    states, out = jax.lax.scan(block, states, (*given, source_LMB, _own(source_LMB)))
-    return (out, states[-1]), (inputs, where, source_LMB, checkpoint_name(states, STATES))
+    given, x_LM = (*inputs, *where), _numbers(source_LMB)
+    first = _zeros(prepare, given)
+    states = jnp.zeros((x_LM.size, *first.shape), first.dtype)
+    (states, _), out = jax.lax.scan(block, (states, first), (*given, source_LMB, x_LM))
+    return out, (inputs, where, source_LMB, checkpoint_name(states, STATES))
 
 
-def _backward_tries(prepare, kept, grads):
+def _backward_tries(prepare, kept, dout):
     inputs, where, source_LMB, states = kept
 
-    def before(dstates, given):
-        dread, chunk, source_B, own = given
-        dnext = dstates[own]
-        add = jax.vmap(lambda to_X, source, dstart: to_X.at[source].add(dstart), (1, 0, 0), 1)
-        return add(dstates, source_B, dread + _to_start(dnext, chunk)), dnext
+    def chunk_before(carried, given):
+        (dstarts, later), (dread, chunk, child_B, sibling_B, x) = carried, given
+        dstarts = dstarts.at[x + 1].set(later)
+        dnext = _of_rows(dstarts, child_B)
+        return (dstarts, _of_rows(dstarts, sibling_B) + dread + _to_start(dnext, chunk)), dnext
 
-    def block(dstates, given):
-        inputs, where, source_MB, own_M, dout = given
+    def block(carried, given):
+        inputs, where, source_MB, dout, *tree = given
         starts = jax.vmap(_of_rows, (None, 0))(states, source_MB)
-        scan = lambda *given: jax.lax.scan(before, dstates, (*given, source_MB, own_M), reverse=True)
+        scan = lambda *given: jax.lax.scan(chunk_before, carried, (*given, *tree), reverse=True)
         return _block_backward(prepare, inputs, where, starts, dout, scan)
 
-    dout, dlast = grads
-    dstates = jnp.zeros_like(states).at[-1].set(dlast)
-    _, dinputs = jax.lax.scan(block, dstates, (inputs, where, source_LMB, _own(source_LMB), dout), reverse=True)
+    given = inputs, where, source_LMB, dout, *_relatives(source_LMB), _numbers(source_LMB)
+    none = jnp.zeros_like(states[0])
+    dstarts = jnp.zeros((1 + len(states), *none.shape), none.dtype)
+    _, dinputs = jax.lax.scan(block, (dstarts, none), given, reverse=True)
     return dinputs, None, None
 
 
 _run_tries.defvjp(_forward_tries, _backward_tries)
 
 
-def _own(source_LMB):
-    """Index, in the states 0 and those after each chunk, of each chunk's own, i32[L, M]."""
-    return 1 + np.arange(source_LMB[..., 0].size, dtype=np.int32).reshape(source_LMB.shape[:2])
+def _numbers(source_LMB):
+    """The number of each chunk, i32[L, M]."""
+    return np.arange(source_LMB[..., 0].size, dtype=np.int32).reshape(source_LMB.shape[:2])
 
 
-def _of_rows(states_XB, source_B):
-    """The state at an index of each row."""
-    return jax.vmap(lambda states_X, source: states_X[source], (1, 0))(states_XB, source_B)
+def _relatives(source_LMB):
+    """The first child of each chunk and its next sibling, i32[L, M, B]; X = none.
+
+    With the gradients of a chunk's first state go those of its later siblings, so that one read gets the sum over all
+    children, and nothing has to be scattered.
+    """
+    source_XB = source_LMB.reshape(-1, source_LMB.shape[-1])
+    X = len(source_XB)
+    own_X11, other_1X1, _ = np.ogrid[:X, :X, :1]
+    first = lambda of_XXB: jnp.min(jnp.where(of_XXB, other_1X1, X), 1).reshape(source_LMB.shape)
+    return first(source_XB[None] == 1 + own_X11), first((source_XB[None] == source_XB[:, None]) & (own_X11 < other_1X1))
 
 
-def _zeros(prepare, given, *count):
+def _of_rows(states, source_B):
+    """Each row's state of this index."""
+    return jax.vmap(lambda states_X, source: states_X[source], (1, 0))(states, source_B)
+
+
+def _zeros(prepare, given):
     """The states before the first tokens."""
     one = jax.eval_shape(prepare, *(x[0] for x in given))
     sizes = one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]
-    return jnp.zeros((*count, *one.u_MBGRCV.shape[1:4], *sizes), one.u_MBGRCV.dtype)
+    return jnp.zeros((*one.u_MBGRCV.shape[1:4], *sizes), one.u_MBGRCV.dtype)
 
 
 def _to_start(dnext, chunk: Chunks):

@@ -70,16 +70,20 @@ def _active(job: Job, leaf) -> int:
 
 def pairs(job: Job, layer) -> float:
     """Unmasked query-key pairs of a layer in an optimiser step: for each sequence of n tokens n (n + 1) / 2, within
-    each chunk of attention by itself, less those further apart than its window."""
-    n = job.sequence
-    chunk = min(layer.pattern.chunk or n, n)
-    whole, rest = divmod(n, chunk)
+    each chunk of attention by itself, less those further apart than its window. Over tries those of a shared prompt
+    are counted once."""
 
-    def seen(n: float) -> float:
+    def within(n: float) -> float:
         far = max(0.0, n - (layer.pattern.window or n))
         return (n * (n + 1) - far * (far + 1)) / 2
 
-    return job.tokens / n * (whole * seen(chunk) + seen(rest))
+    def seen(n: float) -> float:
+        whole, rest = divmod(n, layer.pattern.chunk or n)
+        return whole * within(layer.pattern.chunk or n) + within(rest)
+
+    if job.tries:
+        return job.tokens / job.tries.places * job.tries.pairs(seen)
+    return job.tokens / job.sequence * seen(job.sequence)
 
 
 def attention(layer, pairs: float) -> tuple[float, float]:

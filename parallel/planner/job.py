@@ -13,6 +13,7 @@ from ...core import optim, param
 from ...core.optim import Optimizer
 from .. import context, experts, rules
 from ..mesh import AXES, BATCH, Layout
+from .tries import Tries
 
 ONE = Layout()  # device
 # Values that each remat policy keeps on the device from a layer's forward to its backward pass; `memory.values` has
@@ -102,8 +103,9 @@ class Job:
       patches: of images, P, of each row.
       chunks: tokens per chunk of a recurrent layer, and of all rows together per block of chunks.
       slots: J, segment slots per row.
-      reads: {array of the batch that the step reads: bytes per entry}; names end in _BT, _BJ or _BP unless every device
-        has the whole array, whose bytes then count.
+      tries: of samples with a prompt in common, computed once; then T are places. None = rows without tries.
+      reads: {array of the batch that the step reads: bytes per entry}; names end in _BT, _BA, _BJ or _BP unless every
+        device has the whole array, whose bytes then count.
       scores: forward passes without gradients over the same tokens, before the step; a fraction if several steps share
         them.
       reference: one of them uses other weights, held in addition: "" = none; "device", or "host", where they are while
@@ -121,7 +123,7 @@ class Job:
 
     Raises:
       ValueError: an unknown remat policy; rows, length, heads, channels or an axis of a weight are not divisible
-        by the layout.
+        by the layout; tries would be divided by "ring".
     """
 
     table: param.Table
@@ -144,6 +146,7 @@ class Job:
     patches: int = 0
     chunks: tuple[int, int] = (64, 4096)
     slots: int = 1
+    tries: Tries | None = None
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: float = 0
     reference: Literal["", "device", "host"] = ""
@@ -165,6 +168,8 @@ class Job:
                 f"plan: --run.remat must be one of {', '.join((*KEPT, 'offload'))}, or pairs of {', '.join(NAMED)} and "
                 f"a place, got {self.remat!r}; plan with one of them"
             )
+        if self.tries and self.cp == "ring" and self.layout.cp > 1:
+            raise ValueError("--run.cp must be gather or ulysses to divide tries, got ring")
         zigzag = 2 if self.cp == "ring" and self.layout.cp > 1 else 1
         heads = {("query heads", layer.heads, "tp x cp" if self.cp == "ulysses" else "tp", self.sharing)
                  for layer in self.records if not recurrent(layer)}  # fmt: skip
@@ -291,8 +296,13 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Positions of an optimiser step, over all devices."""
+        """Positions of an optimiser step, over all devices: with tries their places."""
         return self.used * self.rows * self.length
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of an optimiser step's samples; without tries as if these filled all rows."""
+        return self.tries.tokens if self.tries else self.tokens
 
     @property
     def local_rows(self) -> int:
@@ -302,6 +312,11 @@ class Job:
     def local_tokens(self) -> int:
         """Positions of a microbatch on one device."""
         return self.local_rows * (self.length // self.layout.cp)
+
+    @property
+    def local_flattened(self) -> int:
+        """Tokens of samples of a microbatch on one device, for which its arrays have room."""
+        return self.local_rows * (self.tries.flattened // self.layout.cp) if self.tries else self.local_tokens
 
     @property
     def local_patches(self) -> int:
@@ -335,8 +350,8 @@ class Job:
 
     def seen(self, layer: Any) -> int:
         """Devices over cp whose keys a device holds in "gather": its own, and those before it within the span of
-        `parallel.context.attention`."""
-        if layer.pattern.span is None:
+        `parallel.context.attention`; with tries all, among which the keys within a window may be anywhere."""
+        if layer.pattern.span is None or self.tries:
             return self.layout.cp
         return min(self.layout.cp, -(-(layer.pattern.span - 1) // (self.length // self.layout.cp)) + 1)
 

@@ -190,8 +190,9 @@ def _bytes(shapes, shardings) -> int:
 
 def batch(job: Job) -> int:
     """The batch's arrays that a step reads; segment arrays are sharded like rows, others are whole on every device."""
-    rows = {"_BT": job.local_tokens, "_BP": job.local_patches, "_BJ": job.local_rows * job.slots}
-    return job.microbatches * sum(size * rows.get(name[-3:], 1) for name, size in job.reads.items())
+    tokens, slots = job.local_tokens, job.local_rows * job.slots
+    entries = {"_BT": tokens, "_BA": job.local_flattened, "_BP": job.local_patches, "_BJ": slots}
+    return job.microbatches * sum(size * entries.get(name[-3:], 1) for name, size in job.reads.items())
 
 
 def saved(job: Job, place: str = "save") -> int:

@@ -137,6 +137,7 @@ def work_figures(job: Job) -> list[Figure]:
         of("params", sum(map(entries, [*job.leaves, *job.tower])), "exact", "weights of the model"),
         of("active_params", flops.active(job), "exact", "active weights per token"),
         of("tokens", job.tokens, "estimate", "per optimiser step, padding included"),
+        *_tries_figures(job, of),
         of("matmul_flops", f.matmuls, "estimate", "matmuls with weights, forward and backward"),
         of("attention_flops", f.attention, "estimate", f"causal attention in sequences of {job.sequence:g} tokens"),
         of("recurrence_flops", f.recurrence, "estimate", "recurrent layers, linear in the number of tokens"),
@@ -146,6 +147,16 @@ def work_figures(job: Job) -> list[Figure]:
         of("critic_flops", f.critic, "estimate", "the critic: its values, and its step"),
         of("model_flops", f.model, "estimate", "sum of these, used for MFU"),
         of("recomputed_flops", f.recomputed, "estimate", f"recomputed in the backward pass, remat {_policy(job)}"),
+    ]
+
+
+def _tries_figures(job: Job, of: Callable) -> list[Figure]:
+    """Tokens of the samples, of which those that samples share are computed once."""
+    if not job.tries:
+        return []
+    return [
+        of("sample_tokens", job.tries.tokens, "estimate", "of the samples of an optimiser step"),
+        of("trie_ratio", job.tries.ratio, "estimate", "tokens computed over those of the samples"),
     ]
 
 
@@ -191,7 +202,7 @@ def time(job: Job, chip: Chip, state: memory.States | None = None) -> tuple[floa
         of("summing_s", summing, "gradients of microbatches added up"),
         of("update_s", updates, "optimiser"),
         of("step_s", total, "optimiser step"),
-        of("tokens_per_device_per_s", job.tokens / total / devices, "speed"),
+        of("tokens_per_device_per_s", job.sampled / total / devices, "speed" + ", tokens of samples" * bool(job.tries)),
         of("mfu", f.model / (devices * chip.flops * total), "model FLOPs over the chips' peak"),
         of("hardware_utilisation", f.hardware / (devices * chip.flops * total), "the same including recomputation"),
     ]

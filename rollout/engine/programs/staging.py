@@ -71,13 +71,13 @@ def _ready(w, sharding, turned=False):
     if mesh.is_multi_process:
         return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
     with turns.taken(mesh):
-        w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
-        return jax.block_until_ready(_copied(there, turned)(w))
+        w = transfer.between(w, sharding) if isinstance(w, jax.Array) else w
+        return jax.block_until_ready(_copied(sharding, there, turned)(w))
 
 
 @functools.cache
-def _copied(sharding, turned: bool):
-    return jax.jit(lambda w: w.T if turned else jnp.copy(w), out_shardings=sharding)
+def _copied(here, there, turned: bool):
+    return jax.jit(lambda w: w.T if turned else jnp.copy(w), in_shardings=here, out_shardings=there)
 
 
 _turned, _copy = jax.jit(jnp.transpose), jax.jit(jnp.copy)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from ..core import trie as tries
 from ..core.batch import Batch
-from ..parallel import context, rules
+from . import context, rules
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """Functions between arrays over the tokens of a batch, [B, T, ...], and over the model's places.
 
     What predicts a token and what is predicted are at one place: in rows that of the token before, as in `Batch`; in
@@ -30,7 +30,7 @@ class Layout:
     predictions: Callable
 
 
-def of(batch: Batch, method: context.Method) -> Layout:
+def of(batch: Batch, method: context.Method) -> TokenLayout:
     """The layout of a batch.
 
     Raises:
@@ -39,9 +39,9 @@ def of(batch: Batch, method: context.Method) -> Layout:
     if batch.trie is None:
         into, back = context.arrange(method, batch.token_BT.shape[1])
         same = lambda x_BT, fill=0: into(x_BT)
-        return Layout(same, same, lambda x_BT: x_BT, back, back)
+        return TokenLayout(same, same, lambda x_BT: x_BT, back, back)
     between = lambda fn: lambda x, *fill: rules.constrain(fn(batch.trie, x, *fill), "batch seq")
-    return Layout(
+    return TokenLayout(
         between(tries.to_places), between(tries.predicted), between(tries.behind_parents), between(tries.to_samples),
         between(tries.predictions),
     )  # fmt: skip

@@ -1,0 +1,67 @@
+"""What `--trie auto` makes of a run's rows, for plans and training scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ... import models
+from ...core.trie_packing import aligned
+from ...models.attention import backends
+from ...parallel.planner.tries import Tries, of_groups
+
+
+def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
+    """Why a run cannot have tries; "" = it can.
+
+    Args:
+      config: options with length, run and mesh.
+      settings: the Configs of all models that see the batches.
+      align: as in `packing.pack_tries`.
+    """
+    if any(each.vision for each in settings):
+        return "rows have images"
+    if config.mesh.cp > 1 and config.run.cp == "ring":
+        return "--run.cp ring cannot split them; gather and ulysses can"
+    if config.mesh.cp > 1 and config.length % align:
+        return f"recurrent layers over cp need a --length that is a multiple of {align} for them, got {config.length}"
+    if config.run.attention != "auto" and not backends.BACKENDS[config.run.attention].tree:
+        able = " and ".join(name for name, has in backends.BACKENDS.items() if has.tree)
+        return f"--run.attention {config.run.attention} has none; {able} have"
+    return ""
+
+
+def planned(config: Any, settings: Sequence[Any], chunk: int, tokens: int) -> tuple[Tries | None, str]:
+    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`.
+
+    Only of groups is it known what samples share: their prompt, `tokens` less --sampling.max-new-tokens.
+
+    Args:
+      config, settings: as for `refusal`.
+      chunk: tokens per chunk of recurrent layers on the chip.
+      tokens: mean tokens per sample.
+    """
+    if getattr(config, "trie", "off") == "off":
+        return None, ""
+    align = chunk if any(models.trie_alignment(each) > 1 for each in settings) else 1
+    reason = refusal(config, settings, align)
+    if not reason and not hasattr(config, "group_size"):
+        reason = "what its data share is not known"
+    if reason:
+        return None, f"planned without tries, because {reason}"
+    group, new = config.group_size, min(config.sampling.max_new_tokens, tokens)
+    groups = max(1, config.groups // config.minibatches)
+    found = of_groups(groups, group, tokens - new, new, aligned(config.length, align), align)
+    if found:
+        of = (
+            f"its {group} samples" if found.stems == 1 else f"{found.most} of its {group} samples, as many as fit a row"
+        )
+        return (
+            found,
+            f"a prompt is computed once for {of}; in all {found.ratio:.0%} of the samples' tokens are computed",
+        )
+    if 2 * tokens > config.length:
+        reason = f"a row of {config.length} tokens holds one sample of {tokens}; --sample-tokens says how long they are"
+    else:
+        reason = f"{group} samples with prompts of {tokens - new} and completions of {new} tokens share too little"
+    return None, f"planned without tries, because {reason}"
