@@ -144,9 +144,10 @@ def places(
 def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:
     """Samples in depth-first order, those of a pair together, and the tokens that each shares with the one before.
 
-    Tokens are shared while they and the values of all extra arrays there agree to the bit.
+    Tokens are shared while they and the values of all extra arrays there agree to the bit, as they are packed.
     """
-    keys = [_bytes(s) for s in samples]
+    dtypes = {name: x.dtype for name, (_, x) in sorted(samples[0].arrays.items())}
+    keys = [_bytes(s, dtypes) for s in samples]
     texts = [key.tobytes() for key in keys]
     units: dict = {}
     for i in sorted(range(len(samples)), key=texts.__getitem__):
@@ -156,11 +157,11 @@ def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:
     return list(units.values()), [0, *shared]
 
 
-def _bytes(sample) -> np.ndarray:
-    """The bytes of each token and its extra arrays, u8[n, ...]."""
-    n = len(sample.tokens)
-    arrays = [sample.tokens, *(sample.arrays[name][1] for name in sorted(sample.arrays))]
-    return np.concatenate([np.ascontiguousarray(x).reshape(n, -1).view(np.uint8) for x in arrays], 1)
+def _bytes(sample, dtypes: dict) -> np.ndarray:
+    """The bytes of each token and its extra arrays, in the dtypes in which they are packed, u8[n, ...]."""
+    arrays = [np.asarray(sample.tokens, np.int32)]
+    arrays += [np.ascontiguousarray(sample.arrays[name][1], dtype) for name, dtype in dtypes.items()]
+    return np.concatenate([x.reshape(len(x), math.prod(x.shape[1:])).view(np.uint8) for x in arrays], 1)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

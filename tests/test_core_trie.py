@@ -1,6 +1,7 @@
 """Tries of samples: every sample reads its own tokens through them, and values move as in loops over tokens."""
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -173,6 +174,20 @@ def test_the_path_forks_where_an_extra_array_differs(count, seed):
     same_fields(batch, samples)
     alike = [s.replace(tokens=np.zeros_like(s.tokens)) for s in samples]
     check(packed(alike, 64, rows=2), alike)
+
+
+def test_samples_are_compared_as_they_are_packed():
+    """In the dtypes of the first sample's arrays, and token ids as i32."""
+    rng = np.random.default_rng(0)
+    kinds = (np.float32, np.int32), (np.float64, np.int64), (np.float16, np.uint8)
+    samples = [
+        make(i, np.full(n, 7), rng, {"x": ("target", np.arange(n).astype(kind)), "none": ("input", np.zeros((n, 0)))})
+        .replace(tokens=np.full(n, 7, ids))
+        for i, ((kind, ids), n) in enumerate(itertools.product(kinds, (9, 5, 1)))
+    ]  # fmt: skip
+    batch = packing.pack_tries(samples, 16, rows=1)
+    assert (batch.trie.first_BT >= 0).sum() == 9
+    same_fields(batch, samples)
 
 
 def test_one_row_holds_several_tries_and_no_token_twice():
