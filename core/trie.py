@@ -4,7 +4,7 @@ A row of tries has two layouts: places T, one for each token of its tries, and f
 tries have them. Models work on places; objectives, metrics and everything else of a `Batch` work on samples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,12 +27,14 @@ class Trie:
       until_BT: place behind the last token of its subtree; at padding the place behind its own. A token at place i sees
         one at j iff `j <= i < until[j]`.
       own_BA: place of each sample's token; 0 on padding.
+      align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
     """
 
     first_BT: Array
     parent_BT: Array
     until_BT: Array
     own_BA: Array
+    align: int = field(default=1, metadata={"static": True})
 
 
 def to_places(trie: Trie, x_BA, fill=0):

@@ -138,7 +138,7 @@ def places(
                 depth = n
             own[b, at[run.sample] : at[run.sample] + n] = path[:n]
         until[b, path[:depth]] = end
-    return Trie(first_BT=first, parent_BT=parent, until_BT=until, own_BA=own)
+    return Trie(first_BT=first, parent_BT=parent, until_BT=until, own_BA=own, align=align)
 
 
 def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:

@@ -19,7 +19,7 @@ from ..parallel import context, experts, rules, token_layout, vocab
 from . import remat, vision
 from .attention import backends
 from .families import FAMILIES
-from .layer import AnyMixer, Attention, mixers, over_rows
+from .layer import AnyMixer, Attention, mixers, over_rows, trie_alignment
 from .layers import grouped, moe, score_head
 from .layers.norm import rms_norm
 from .remat import Keep
@@ -112,8 +112,14 @@ def backbone(
       hidden_BTD; the `aux` of `Scores`.
 
     Raises:
-      ValueError: chosen_BTLK does not match the model's number of layers or experts per token.
+      ValueError: chosen_BTLK does not match the model's number of layers or experts per token; or nodes of the tries
+        begin where recurrent layers cannot read the state.
     """
+    if trie is not None and trie.align % (needed := trie_alignment(config)):
+        raise ValueError(
+            f"recurrent layers need tries whose nodes begin at multiples of {needed}, got {trie.align}; pack them with "
+            "align=models.trie_alignment(config)"
+        )
     module = family(config)
     table = module.table(config)
     chosen = _by_stack(chosen_BTLK, table, config)

@@ -34,9 +34,7 @@ def batch(packed: Batch, mesh) -> Batch:
         for name, value in values.items()
         if value is not None and name != "trie"
     }
-    trie = packed.trie
-    if trie is not None:
-        trie = dataclasses.replace(trie, **{name: put(name, x) for name, x in vars(trie).items()})
+    trie = jax.tree_util.tree_map_with_path(lambda path, x: put(path[-1].name, x), packed.trie)
     return packed.replace(**placed, trie=trie)
 
 

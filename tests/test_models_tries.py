@@ -114,6 +114,13 @@ def test_replayed_experts_are_shared_where_they_are_the_same():
     assert places(data) > places(free)  # completions that are the same have other experts
 
 
+def test_recurrent_layers_need_nodes_at_their_chunks():
+    config, params = model("qwen3_next")
+    batch = jax.tree.map(itemgetter(0), packing.pack_tries(forks.samples(), 96, rows=2))
+    with pytest.raises(ValueError, match=r"multiples of 32, got 1; pack them with align=models.trie_alignment"):
+        jax.eval_shape(partial(models.score, config=config), params, batch)
+
+
 def test_one_sample_a_trie_is_a_row():
     """Samples that share nothing, laid out by hand: their first tokens are roots."""
     config, params = model("gpt_oss")

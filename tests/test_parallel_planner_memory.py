@@ -49,7 +49,7 @@ def kept(config, run, rows, length, flattened=0) -> int:
     token_BT, own_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
 
     def closure(params, token_BT, own_BA):
-        trie = Trie(token_BT, token_BT, token_BT, own_BA) if flattened else None
+        trie = Trie(token_BT, token_BT, token_BT, own_BA, models.trie_alignment(config)) if flattened else None
         hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config, run=run, trie=trie)
         return jax.tree.leaves(jax.vjp(hidden, params)[1])
 

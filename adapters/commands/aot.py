@@ -134,7 +134,8 @@ def abstract_batch(spec: Step) -> Batch:
     batch = jax.tree_util.tree_map_with_path(shape, packed)
     if spec.flattened:
         place, own = (jax.ShapeDtypeStruct((*row, width), jnp.int32) for width in (spec.length, spec.flattened))
-        batch = batch.replace(trie=Trie(place, place, place, own))
+        align = math.lcm(*(models.trie_alignment(each) for each in (spec.config, spec.teacher) if each))
+        batch = batch.replace(trie=Trie(place, place, place, own, align))
     score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     inner = spec.objective.objective if isinstance(spec.objective, Taught) else spec.objective
     if getattr(inner, "needs_reference", False):
