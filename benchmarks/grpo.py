@@ -20,7 +20,8 @@ RL = ADAM | {"lr": 1e-6}
 
 
 def work(model):
-    """(tokens sampled per step, FLOPs: a forward pass over all tokens but the last to sample, then training)."""
+    """(tokens sampled per step, FLOPs of each sample by itself: a forward pass over all tokens but the last to sample,
+    then training)."""
     samples, length = PROMPTS * GROUP, PROMPT + NEW
     flops = sizes.flops(model, [length - 1], backward=False) + sizes.flops(model, [length], backward=True)
     return samples * NEW, samples * flops

@@ -68,7 +68,8 @@ def _by_expert(expert_P, E: int):
     """Experts up to E and their pairs, sorted by expert, then by pair: as one number, which a CPU sorts four times as
     fast as numbers with an index."""
     P = len(expert_P)
-    assert (E + 1) * P <= 1 << 32
+    if (E + 1) * P > 1 << 32:
+        raise ValueError(f"experts: {P} pairs of token and expert are too many for {E} experts; use fewer rows at once")
     key_P = jnp.sort(expert_P.astype(jnp.uint32) * P + jnp.arange(P, dtype=jnp.uint32))
     return (key_P // P).astype(jnp.int32), (key_P % P).astype(jnp.int32)
 
