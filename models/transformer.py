@@ -320,7 +320,7 @@ def _hidden(params, batch: Batch, config, run: Run):
     if chosen_BTLK is not None:  # -1: not replayed
         chosen_BTLK = layout.inputs(jnp.where(batch.segment_BT[..., None, None] > 0, chosen_BTLK, -1), -1)
     images = _images(batch.input, config, layout.inputs)
-    weight_BT = None if trie is None else tries.samples(trie, batch.segment_BT)
+    weight_BT = None if trie is None else tries.sample_counts(trie, batch.segment_BT)
     made = backbone(
         params, *rows, chosen_BTLK, config=config, run=run, images=images, trie=trie, weight_BT=weight_BT
     )  # fmt: skip

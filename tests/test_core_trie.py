@@ -263,10 +263,10 @@ def test_values_move_as_in_loops_over_tokens():
     held = batch.segment_BT[0] > 0
     close = lambda x, y: np.testing.assert_allclose(np.asarray(x), y, rtol=1e-6)
     close(trie.to_places(made, jnp.asarray(x_BA), -1), at_places)
-    close(trie.predicted(made, jnp.asarray(x_BA), -1), of_predicted)
-    close(trie.behind_parents(made, jnp.asarray(x_BT)), behind)
+    close(trie.targets_to_places(made, jnp.asarray(x_BA), -1), of_predicted)
+    close(trie.from_parents(made, jnp.asarray(x_BT)), behind)
     close(np.asarray(trie.to_samples(made, jnp.asarray(x_BT)))[held], at_samples[held])
-    close(trie.samples(made, batch.segment_BT[0]), counts)
-    found = np.asarray(trie.predictions(made, jnp.asarray(x_BT)))
+    close(trie.sample_counts(made, batch.segment_BT[0]), counts)
+    found = np.asarray(trie.predictions_to_samples(made, jnp.asarray(x_BT)))
     for where, value in of_next.items():
         close(found[where], value)
