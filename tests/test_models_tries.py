@@ -99,6 +99,11 @@ def test_scores_and_gradients_are_those_of_rows(family):
     same_scores(family)
 
 
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.wide if i > 2 else ()) for i in range(16)])
+def test_random_tries_are_rows(seed):
+    same_scores("qwen3", data=forks.random(seed))
+
+
 @pytest.mark.parametrize("keep", ["full", pytest.param("none", marks=pytest.mark.wide)])
 def test_every_rematerialisation_gives_the_same(keep):
     same_scores("qwen3", models.Run(remat=keep, query_chunk=16, head_chunk=24))

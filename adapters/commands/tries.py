@@ -32,22 +32,18 @@ def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
 
 
 def planned(config: Any, settings: Sequence[Any], chunk: int, tokens: int) -> tuple[Tries | None, str]:
-    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`.
-
-    Only of groups is it known what samples share: their prompt, `tokens` less --sampling.max-new-tokens.
+    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`, and for recipes without
+    groups: only of these is it known what samples share, their prompt: `tokens` less --sampling.max-new-tokens.
 
     Args:
       config, settings: as for `refusal`.
       chunk: tokens per chunk of recurrent layers on the chip.
       tokens: mean tokens per sample.
     """
-    if getattr(config, "trie", "off") == "off":
+    if getattr(config, "trie", "off") == "off" or not hasattr(config, "group_size"):
         return None, ""
     align = chunk if any(models.trie_alignment(each) > 1 for each in settings) else 1
-    reason = refusal(config, settings, align)
-    if not reason and not hasattr(config, "group_size"):
-        reason = "what its data share is not known"
-    if reason:
+    if reason := refusal(config, settings, align):
         return None, f"planned without tries, because {reason}"
     group, new = config.group_size, min(config.sampling.max_new_tokens, tokens)
     groups = max(1, config.groups // config.minibatches)
