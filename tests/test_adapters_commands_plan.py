@@ -120,7 +120,7 @@ def test_prompts_of_groups_are_computed_once_with_trie_auto(capsys, model):
     ([], "a row of 64 tokens holds one sample of 64; --sample-tokens says how long they are"),
     (["--sample-tokens", 20, "--sampling.max-new-tokens", 18],
      "8 samples with prompts of 2 and completions of 18 tokens share too little"),
-    (["--mesh.cp", 2, "--run.cp", "ring"], "--run.cp ring cannot split them; gather and ulysses can"),
+    (["--mesh.cp", 2, "--run.cp", "ring"], "--run.cp ring cannot split tries; gather and ulysses can"),
 ])  # fmt: skip
 def test_a_plan_says_why_it_has_no_tries(capsys, model, more, reason):
     options = ["--model", model, "--length", 64, "--group-size", 8, *more]

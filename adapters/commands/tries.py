@@ -22,12 +22,12 @@ def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
     if any(each.vision for each in settings):
         return "rows have images"
     if config.mesh.cp > 1 and config.run.cp == "ring":
-        return "--run.cp ring cannot split them; gather and ulysses can"
+        return "--run.cp ring cannot split tries; gather and ulysses can"
     if config.mesh.cp > 1 and config.length % align:
-        return f"recurrent layers over cp need a --length that is a multiple of {align} for them, got {config.length}"
+        return f"--length must be a multiple of {align} for tries of recurrent layers over cp, got {config.length}"
     if config.run.attention != "auto" and not backends.BACKENDS[config.run.attention].tree:
         able = " and ".join(name for name, has in backends.BACKENDS.items() if has.tree)
-        return f"--run.attention {config.run.attention} has none; {able} have"
+        return f"--run.attention {config.run.attention} cannot compute tries; {able} can"
     return ""
 
 
@@ -49,13 +49,10 @@ def planned(config: Any, settings: Sequence[Any], chunk: int, tokens: int) -> tu
     groups = max(1, config.groups // config.minibatches)
     found = of_groups(groups, group, tokens - new, new, aligned(config.length, align), align)
     if found:
-        of = (
-            f"its {group} samples" if found.stems == 1 else f"{found.most} of its {group} samples, as many as fit a row"
-        )
-        return (
-            found,
-            f"a prompt is computed once for {of}; in all {found.ratio:.0%} of the samples' tokens are computed",
-        )
+        some = f"{found.most} of " if found.stems > 1 else ""
+        fits = ", as many as fit a row" if some else ""
+        of = f"{some}its {group} samples{fits}; in all {found.ratio:.0%} of the samples' tokens are computed"
+        return found, f"a prompt is computed once for {of}"
     if 2 * tokens > config.length:
         reason = f"a row of {config.length} tokens holds one sample of {tokens}; --sample-tokens says how long they are"
     else:

@@ -30,7 +30,7 @@ def packer(config: Any, *settings: Any) -> Callable:
     align = math.lcm(*map(models.trie_alignment, settings))
     if reason := refusal(config, settings, align):
         if jax.process_index() == 0:
-            progress.say(f"samples do not share tokens (--trie off): {reason}")
+            progress.say(f"tokens that samples share are not computed once (--trie auto): {reason}")
         return packing.pack
     devices = math.prod(getattr(config.mesh, axis) for axis in BATCH)
 
