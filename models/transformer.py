@@ -258,6 +258,9 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`); if it has the
     arrays of `vision.arrange`, tokens stand for features of images.
 
+    If it has a `trie`, tokens that samples share are computed once, and the result is over samples, as the batch is. Of
+    the temperature and of `beside`, a shared token gets what the first of its samples has there.
+
     Args:
       temperature: positive scalar, or one per token, [B, T].
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
