@@ -11,6 +11,7 @@ import numpy as np
 from . import trie_packing
 from .batch import FINISH, Batch
 
+FULLEST = 4  # times the tokens of samples that rows of tries hold on average, a row may hold
 SAVED = 0.2  # share of the samples' tokens that tries must save; below it rows are as fast
 
 
@@ -31,8 +32,9 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
         component, or samples whose extra arrays differ in name.
     """
     sizes, T = _checked(samples, length, components)
-    row, start, count = _first_fit(sizes, [s.pair for s in samples], T, rows, range(len(samples)))
-    return _filled(samples, row, start, T, rows, count, components)
+    pairs = [s.pair for s in samples]
+    row, start, count = _first_fit(sizes[:, None], pairs, (T,), rows, range(len(samples)))
+    return _filled(samples, row, start, (T, power(np.bincount(row).max())), rows, count, components)
 
 
 def pack_tries(
@@ -41,9 +43,9 @@ def pack_tries(
     """Packs samples as `pack`, but the tokens that they share are computed once: a Batch with a `trie` [M, B, T].
 
     Samples share their first tokens while these and the values of all extra arrays there agree to the bit. All fields
-    but `trie` are over flattened samples: rows as `pack` makes them, of length A, a multiple of T. A trie longer than T
-    is cut (`trie_packing.grow`); rows are filled with tries as `pack` fills them with samples. Samples of a pair are in
-    the same microbatch.
+    but `trie` are over flattened samples: rows as `pack` makes them, of length A, T times a power of two. A trie longer
+    than T is cut (`trie_packing.grow`), and one of samples so alike that other rows would need too large an A. Rows are
+    filled with tries as `pack` fills them with samples. Samples of a pair are in the same microbatch.
 
     It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images, or a pair with
     what is left free behind nodes does not fit into a microbatch.
@@ -58,19 +60,20 @@ def pack_tries(
     """
     sizes, T = _checked(samples, length, components)
     T = trie_packing.aligned(T, align)
-    trees = [] if any(s.images for s in samples) else trie_packing.grow(samples, T, align)
+    trees, most = ([], 0) if any(s.images for s in samples) else _grown(samples, sizes, T, align)
     widths, pairs = np.array([tree.size for tree in trees]), np.array([tree.pair for tree in trees])
     apart = [widths[pairs == pair].sum() for pair in np.unique(pairs[pairs >= 0])]  # pairs that a trie does not hold
     if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in apart):
         return pack(samples, length, rows=rows, components=components)
-    row, start, count = _first_fit(widths, pairs, T, rows, [tree.runs[0].sample for tree in trees])
+    both = np.stack([widths, [tree.tokens for tree in trees]], 1)
+    row, start, count = _first_fit(both, pairs, (T, most), rows, [tree.runs[0].sample for tree in trees])
     row_of, start_of, filled = np.zeros(len(samples), int), np.zeros(len(samples), int), np.zeros(count, int)
     for t in np.lexsort((start, row)):
         for run in trees[t].runs:
             row_of[run.sample], start_of[run.sample] = row[t], filled[row[t]]
             filled[row[t]] += run.stop
-    A = T * bucket(-(-int(filled.max()) // T))
-    batch = _filled(samples, row_of, start_of, A, rows, count, components)
+    A, J = flattened(int(filled.max()), int(np.bincount(row_of).max()), T)
+    batch = _filled(samples, row_of, start_of, (A, J), rows, count, components)
     M = len(batch.token_BT)
     trie = trie_packing.places(trees, row, start, start_of, (M * rows, T, A), align)
     return batch.replace(trie=jax.tree.map(lambda x: x.reshape(M, rows, -1), trie))
@@ -104,11 +107,11 @@ def _checked(samples: Sequence, length: int | Sequence[int], components: Sequenc
 
 
 def _filled(
-    samples: Sequence, row: np.ndarray, start: np.ndarray, T: int, B: int, count: int, components: Sequence[str]
-) -> Batch:
-    """The Batch [M, B, T] of samples in `count` rows, each from its start on."""
-    slot = _slots(row, start)
-    M, J = bucket(-(-count // B)), 1 << int(slot.max()).bit_length()
+    samples: Sequence, row: np.ndarray, start: np.ndarray, shape: tuple[int, int], B: int, count: int,
+    components: Sequence[str],
+) -> Batch:  # fmt: skip
+    """The Batch [M, B, T] of samples in `count` rows of a shape (T, J), each from its start on."""
+    (T, J), M, slot = shape, bucket(-(-count // B)), _slots(row, start)
 
     def empty(width, value, dtype, tail=()):
         return np.full((M * B, width, *tail), value, dtype)
@@ -157,6 +160,12 @@ def _filled(
     return jax.tree.map(lambda x: x.reshape(M, B, *x.shape[1:]), batch)
 
 
+def flattened(tokens: int, count: int, T: int) -> tuple[int, int]:
+    """(A, J) of rows of tries, given the most tokens and samples of a row: coarser steps than those of rows without
+    tries, since both vary much from batch to batch, and what they cost is little beside a model's places."""
+    return T * power(-(-tokens // T)), power(count, 4)
+
+
 def used(batch: Batch):
     """Number of microbatches of a Batch [M, B, T] that hold tokens; the empty ones come last."""
     return (batch.segment_BT > 0).any((-2, -1)).sum()
@@ -190,8 +199,23 @@ def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
     return out
 
 
-def _first_fit(sizes: np.ndarray, pairs: Sequence[int] | np.ndarray, T: int, B: int, named: Sequence[int]):
+def _grown(samples: Sequence, sizes: np.ndarray, T: int, align: int) -> tuple[list, int]:
+    """Tries of at most T places, and the tokens of samples that a row of them may hold.
+
+    All rows have room for as many tokens as the fullest one, which is therefore kept from holding `FULLEST` times more
+    of them than rows do on average. Tries with more are cut, which adds less than a quarter to all places.
+    """
+    trees = trie_packing.grow(samples, T, align)
+    most = FULLEST * max(T, int(T * sizes.sum() / sum(tree.size for tree in trees)))
+    if max(tree.tokens for tree in trees) > most:
+        trees = trie_packing.grow(samples, T, align, most)
+    return trees, max(most, *(tree.tokens for tree in trees))
+
+
+def _first_fit(sizes: np.ndarray, pairs: Sequence[int] | np.ndarray, limits: tuple, B: int, named: Sequence[int]):
     """Row and start of each size, and the number of rows in use.
+
+    Sizes [n, 1] are places; [n, 2] have a second number that a row has a limit of.
 
     Units (pairs or single sizes) are placed longest first, each into the first microbatch with room for all of it;
     there each size of the unit, longest first, into the first row with room. `named` are the samples to name in errors.
@@ -199,28 +223,29 @@ def _first_fit(sizes: np.ndarray, pairs: Sequence[int] | np.ndarray, T: int, B: 
     units: dict = {}
     for i, pair in enumerate(pairs):
         units.setdefault(pair if pair >= 0 else (i,), []).append(i)
-    order = sorted(units.values(), key=lambda unit: -sizes[unit].sum())
-    room = np.full((len(order), B), T)
+    places = sizes[:, 0]
+    order = sorted(units.values(), key=lambda unit: -places[unit].sum())
+    room = np.full((len(order), B, len(limits)), limits)
     row_of, start_of = (np.zeros(len(sizes), int) for _ in range(2))
     used = 0  # microbatches
     for unit in order:
-        unit = [unit[k] for k in np.argsort(-sizes[unit], kind="stable")]
+        unit = [unit[k] for k in np.argsort(-places[unit], kind="stable")]
         left, rows = room[: used + 1].copy(), []  # of every microbatch in use and the next, at once
         for i in unit:
-            row = (left >= sizes[i]).argmax(1)
+            row = (left >= sizes[i]).all(2).argmax(1)
             left[np.arange(len(left)), row] -= sizes[i]
             rows.append(row)
-        fits = (left >= 0).all(1)
+        fits = (left >= 0).all((1, 2))
         if not fits.any():
             raise ValueError(
-                f"pack: samples of one pair must fit into {B} rows of {T} tokens, got {sizes[unit].tolist()} tokens in "
-                f"samples {[named[i] for i in unit]}; raise rows or length"
+                f"pack: samples of one pair must fit into {B} rows of {limits[0]} tokens, got {places[unit].tolist()} "
+                f"tokens in samples {[named[i] for i in unit]}; raise rows or length"
             )
         m = int(fits.argmax())
         used = max(used, m + 1)
         for i, row in zip(unit, rows, strict=True):
             b = row[m]
-            row_of[i], start_of[i] = m * B + b, T - room[m, b]
+            row_of[i], start_of[i] = m * B + b, limits[0] - room[m, b, 0]
             room[m, b] -= sizes[i]
     return row_of, start_of, int(row_of.max()) + 1
 
@@ -238,6 +263,14 @@ def bucket(n):
     """The smallest 2^k or 3 * 2^k that is at least n."""
     power = 1 << (n - 1).bit_length()
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= n else power
+
+
+def power(n: int, base: int = 2) -> int:
+    """The smallest power of the base that is at least n."""
+    size = 1
+    while size < n:
+        size *= base
+    return size
 
 
 def _dense(ids):

@@ -3,6 +3,7 @@
 Reads the fields of a sample by name and imports no type.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,12 +40,14 @@ class Tree:
 
     Attributes:
       size: places, with what is left free behind nodes.
+      tokens: of its samples.
       pair: of its samples, if the pair needs several tries; else -1.
       path: the runs that lead to the token added last.
     """
 
     pair: int = -1
     size: int = 0
+    tokens: int = 0
     runs: list[Run] = field(default_factory=list)
     path: list[Run] = field(default_factory=list)
 
@@ -52,6 +55,7 @@ class Tree:
         """Adds a sample that shares its first `shared` tokens with the one added last."""
         run = Run(sample, shared, length)
         self.runs.append(run)
+        self.tokens += length
         if shared == length:
             return
         while self.path and self.path[-1].start >= shared:
@@ -64,18 +68,19 @@ class Tree:
         self.size += run.size(align)
 
 
-def grow(samples: Sequence, length: int, align: int) -> list[Tree]:
+def grow(samples: Sequence, length: int, align: int, tokens: float = math.inf) -> list[Tree]:
     """Tries of at most `length` places, a multiple of `align`, that hold all samples.
 
     Samples, sorted by tokens, go one by one into the trie with which they share most, of those with room; one that
     would share less than `SHARE` of its tokens starts a new one. So a trie longer than `length` is cut into several,
     each with its own stem, and a header that all samples begin with ties nothing together. Samples of a pair go into
-    one trie, or if that exceeds `length`, each into its own.
+    one trie, or if that exceeds `length`, each into its own. No trie grows beyond so many `tokens` of
+    samples.
     """
     units, shared = _sorted(samples)
     sizes = [len(s.tokens) for s in samples]
     trees: list[Tree] = []
-    most, room = np.zeros(len(samples), int), np.zeros(len(samples), int)  # of each trie: tokens shared, places left
+    most, room, held = np.zeros((3, len(samples)), int)  # of each trie: tokens shared, places left, tokens of samples
     fork = align if align > 1 else 0  # places that one inside a node costs at most
     done = 0
     for unit in units:
@@ -84,6 +89,7 @@ def grow(samples: Sequence, length: int, align: int) -> list[Tree]:
         rest = sum(aligned(sizes[i] - k, align) + fork for i, k in zip(unit[1:], own[1:], strict=True))
         most = np.minimum(most, own[0])
         fits = (most >= SHARE * first) & (aligned(first - most, align) + fork + rest <= room)
+        fits &= held + sum(sizes[i] for i in unit) <= tokens
         if fits.any():
             best = int(np.where(fits, most, -1).argmax())
             added = [(best, unit, [int(most[best]), *own[1:]])]
@@ -98,7 +104,7 @@ def grow(samples: Sequence, length: int, align: int) -> list[Tree]:
             for i, k in zip(members, begun, strict=True):
                 trees[t].add(i, sizes[i], k, align)
             if len(added) == 1:  # others may join
-                most[t], room[t] = sizes[members[-1]], length - trees[t].size
+                most[t], room[t], held[t] = sizes[members[-1]], length - trees[t].size, trees[t].tokens
     return trees
 
 
@@ -138,9 +144,10 @@ def places(
 def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:
     """Samples in depth-first order, those of a pair together, and the tokens that each shares with the one before.
 
-    Tokens are shared while they and the values of all extra arrays there agree to the bit.
+    Tokens are shared while they and the values of all extra arrays there agree to the bit, as they are packed.
     """
-    keys = [_bytes(s) for s in samples]
+    dtypes = {name: x.dtype for name, (_, x) in sorted(samples[0].arrays.items())}
+    keys = [_bytes(s, dtypes) for s in samples]
     texts = [key.tobytes() for key in keys]
     units: dict = {}
     for i in sorted(range(len(samples)), key=texts.__getitem__):
@@ -150,11 +157,11 @@ def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:
     return list(units.values()), [0, *shared]
 
 
-def _bytes(sample) -> np.ndarray:
-    """The bytes of each token and its extra arrays, u8[n, ...]."""
-    n = len(sample.tokens)
-    arrays = [sample.tokens, *(sample.arrays[name][1] for name in sorted(sample.arrays))]
-    return np.concatenate([np.ascontiguousarray(x).reshape(n, -1).view(np.uint8) for x in arrays], 1)
+def _bytes(sample, dtypes: dict) -> np.ndarray:
+    """The bytes of each token and its extra arrays, in the dtypes in which they are packed, u8[n, ...]."""
+    arrays = [np.asarray(sample.tokens, np.int32)]
+    arrays += [np.ascontiguousarray(sample.arrays[name][1], dtype) for name, dtype in dtypes.items()]
+    return np.concatenate([x.reshape(len(x), math.prod(x.shape[1:])).view(np.uint8) for x in arrays], 1)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

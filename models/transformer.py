@@ -262,7 +262,7 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     the temperature and of `beside`, a shared token gets what the first of its samples has there.
 
     Args:
-      temperature: positive scalar, or one per token, [B, T].
+      temperature: positive scalar, or one per token, [B, T]; where samples share a token, the first one's.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
         [B, T, ...]; `given` is the chunk's slice of `beside`.
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.

@@ -121,6 +121,8 @@ def test_prompts_of_groups_are_computed_once_with_trie_auto(capsys, model):
     (["--sample-tokens", 20, "--sampling.max-new-tokens", 18],
      "8 samples with prompts of 2 and completions of 18 tokens share too little"),
     (["--mesh.cp", 2, "--run.cp", "ring"], "--run.cp ring cannot split tries; gather and ulysses can"),
+    (["--sample-tokens", 20, "--sampling.max-new-tokens", 30],
+     "--sampling.max-new-tokens 30 leaves nothing of --sample-tokens 20 for a prompt"),
 ])  # fmt: skip
 def test_a_plan_says_why_it_has_no_tries(capsys, model, more, reason):
     options = ["--model", model, "--length", 64, "--group-size", 8, *more]

@@ -1,6 +1,7 @@
 """Tries of samples: every sample reads its own tokens through them, and values move as in loops over tokens."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -176,6 +177,20 @@ def test_the_path_forks_where_an_extra_array_differs(count, seed):
     check(packed(alike, 64, rows=2), alike)
 
 
+def test_samples_are_compared_as_they_are_packed():
+    """In the dtypes of the first sample's arrays, and token ids as i32."""
+    rng = np.random.default_rng(0)
+    kinds = (np.float32, np.int32), (np.float64, np.int64), (np.float16, np.uint8)
+    samples = [
+        make(i, np.full(n, 7), rng, {"x": ("target", np.arange(n).astype(kind)), "none": ("input", np.zeros((n, 0)))})
+        .replace(tokens=np.full(n, 7, ids))
+        for i, ((kind, ids), n) in enumerate(itertools.product(kinds, (9, 5, 1)))
+    ]  # fmt: skip
+    batch = packing.pack_tries(samples, 16, rows=1)
+    assert (batch.trie.first_BT >= 0).sum() == 9
+    same_fields(batch, samples)
+
+
 def test_one_row_holds_several_tries_and_no_token_twice():
     rng = np.random.default_rng(0)
     texts = [[g, 1, 2, 3, *tail] for g in (5, 6) for tail in ([7, 8], [7, 9, 9], [4], [])]
@@ -212,6 +227,33 @@ def test_a_common_header_does_not_tie_groups_together():
     batch = packing.pack_tries(samples, 128, rows=1)
     check(batch, samples)
     assert int(packing.used(batch)) == 2
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_one_group_of_equal_samples_does_not_lengthen_all_rows(align):
+    """All rows have room for as many tokens as the fullest: its trie is cut, for less than a quarter more places."""
+    rng = np.random.default_rng(0)
+    equal = [make(i, [*range(60)], rng) for i in range(200)]
+    others = [[*rng.integers(100, 10**6, 48)] for _ in range(80)]
+    others = [make(200 + i, [*text, i % 2], rng) for i, text in enumerate(np.repeat(others, 2, 0).tolist())]
+    batch = packing.pack_tries(samples := equal + others, 64, rows=2, align=align)
+    check(batch, samples, align)
+    same_fields(batch, samples)
+    places = (batch.trie.first_BT >= 0).sum()
+    assert batch.token_BT.shape[-1] <= 32 * 64  # it would be 256 * 64
+    assert batch.sample_BJ.shape[-1] <= 64 and places < 1.25 * (60 + 80 * 50)
+
+
+def test_batches_of_varied_samples_have_few_shapes():
+    """Each compiles a program: a row's tokens and samples vary, and are rounded up to powers of 2 and of 4."""
+    shapes = set()
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        stems = [rng.integers(0, 99, rng.integers(10, 40)) for _ in range(12)]
+        texts = [[*stem, *rng.integers(0, 99, rng.integers(1, 20))] for stem in stems for _ in range(8)]
+        batch = packing.pack_tries([make(i, text, rng) for i, text in enumerate(texts)], 128, rows=2)
+        shapes.add((batch.token_BT.shape[-1] // 128, batch.sample_BJ.shape[-1]))
+    assert shapes <= {(a, j) for a in (1, 2, 4) for j in (1, 4, 16, 64)} and len(shapes) <= 4
 
 
 def test_rows_where_tries_save_too_little():

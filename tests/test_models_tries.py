@@ -20,7 +20,7 @@ from areax.models import frozen, lora
 from areax.parallel import batches, mesh, rules
 
 RUN = models.Run(remat="dots")
-KINDS = "qwen3", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3", "gemma4_text"  # one of each kind of layer
+KINDS = "qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"  # windows, sinks and experts; states; latent attention
 OTHERS = [name for name in tiny_families.FAMILIES if name not in KINDS]
 
 

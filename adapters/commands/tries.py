@@ -55,6 +55,9 @@ def planned(config: Any, settings: Sequence[Any], chunk: int, tokens: int) -> tu
         return found, f"a prompt is computed once for {of}"
     if 2 * tokens > config.length:
         reason = f"a row of {config.length} tokens holds one sample of {tokens}; --sample-tokens says how long they are"
+    elif new == tokens:
+        most = config.sampling.max_new_tokens
+        reason = f"--sampling.max-new-tokens {most} leaves nothing of --sample-tokens {tokens} for a prompt"
     else:
         reason = f"{group} samples with prompts of {tokens - new} and completions of {new} tokens share too little"
     return None, f"planned without tries, because {reason}"

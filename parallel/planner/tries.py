@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.packing import SAVED, bucket
+from ...core import packing
 from ...core.trie_packing import aligned
 
 
@@ -64,13 +64,13 @@ def of_groups(groups: int, group: int, prompt: int, new: int, length: int, align
     full, rest = divmod(group, most)
     kinds = [(full * groups, most)] + [(groups, rest)] * (rest > 0)  # tries, and samples in each
     places = full * size(most) + (size(rest) if rest else 0)
-    if places > (1 - SAVED) * group * (prompt + new):
+    if places > (1 - packing.SAVED) * group * (prompt + new):
         return None
     a_row = [min(count, length // size(samples)) for count, samples in kinds]
     fullest = max(tries * samples for tries, (_, samples) in zip(a_row, kinds, strict=True))
+    flattened, slots = packing.flattened(fullest * (prompt + new), fullest, length)
     return Tries(
         group, prompt, new, most, places,
         rows=sum(math.ceil(count / tries) for tries, (count, _) in zip(a_row, kinds, strict=True)),
-        flattened=length * bucket(math.ceil(fullest * (prompt + new) / length)),
-        slots=1 << (fullest - 1).bit_length(), length=length, tokens=groups * group * (prompt + new),
+        flattened=flattened, slots=slots, length=length, tokens=groups * group * (prompt + new),
     )  # fmt: skip
