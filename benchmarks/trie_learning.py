@@ -3,8 +3,8 @@
     python benchmarks/trie_learning.py OUT
 
 The task is two-digit addition after imitation of a teacher that forgets the carry (docs/demo.md), each question behind
-a system prompt of 239 digits and signs. Imitation runs once. Then GRPO trains from its checkpoint with `--trie auto` and
-with `--trie off`, in turns, with the same seeds: 16 prompts of 8 completions a step, the server in a process of its
+a system prompt of 239 digits and signs. Imitation runs once. Then GRPO trains from its checkpoint with `--trie auto`
+and with `--trie off`, in turns, with the same seeds: 16 prompts of 8 completions a step, the server in a process of its
 own, eta 1. Sampling is asynchronous, so no two runs are equal: the spread over seeds says what a difference means. OUT
 keeps the checkpoint and the runs that are complete. The table of RESULTS.md is what it prints.
 """
@@ -86,8 +86,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     model = start(out)
     print(
-        f"| seed | --trie | accuracy after SFT | after {STEPS} steps | mean reward, every {WINDOW} steps | trie_ratio | "
-        "s per update | s per step | max d logp (nats) |\n|---|---|---|---|---|---|---|---|---|"
+        f"| seed | --trie | accuracy after SFT | after {STEPS} steps | mean reward, every {WINDOW} steps | "
+        "trie_ratio | s per update | s per step | max d logp (nats) |\n|---|---|---|---|---|---|---|---|---|"
     )
     accuracies: dict[str, list[float]] = {trie: [] for trie in TRIES}
     for seed in SEEDS:

@@ -171,6 +171,15 @@ def used(batch: Batch):
     return (batch.segment_BT > 0).any((-2, -1)).sum()
 
 
+def without_empty_rows(batch: Batch, unit: int = 1) -> Batch:
+    """A Batch [M, B, T] with fewer rows, if one microbatch holds all: those in use come first, and the fewest of
+    unit x 2^k that include them are kept, so that few shapes compile."""
+    M, B, _ = batch.token_BT.shape
+    count = np.flatnonzero(batch.segment_BT[0].any(-1))[-1] + 1
+    rows = unit << int(-(-count // unit) - 1).bit_length()
+    return batch if M > 1 or rows >= B else jax.tree.map(lambda x: x[:, :rows], batch)
+
+
 def trie_ratio(*batches: Batch) -> float:
     """Tokens that are computed over those of the samples: 1 without tries."""
     tokens = [np.sum(batch.segment_BT > 0) for batch in batches]

@@ -1,7 +1,7 @@
-"""Tries of packed samples: what samples share is one token, which is computed once.
+"""Prefix tries of packed samples: tokens that samples share are stored once, and computed once.
 
-A row of tries has two layouts: places T, one for each token of its tries, and flattened samples A, as rows without
-tries have them. Models work on places; objectives, metrics and everything else of a `Batch` work on samples.
+A row of tries has two axes. T are places, one for each token of its tries: models compute these. A are the tokens of
+flattened samples, as rows without tries have them: objectives, metrics and all other fields of a `Batch` use these.
 """
 
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Trie:
-    """Where the tokens of a row's tries and samples are; `pack_tries` adds a leading microbatch axis M.
+    """The layout of rows of tries; `packing.pack_tries` adds a leading microbatch axis M. All arrays are i32.
 
-    The tokens of a trie are in depth-first preorder: those of a subtree are adjacent, and every token comes after the
-    one before it in its sample.
+    Places are in depth-first preorder: those of a subtree are adjacent, and every token comes after its parent, the
+    token before it in its samples. Roots are the first tokens of samples.
 
     Attributes:
-      first_BT: place in A of the token, in the first of the samples that share it; -1 = padding.
-      parent_BT: place of the token before it in its samples; at roots and padding its own.
-      until_BT: place behind the last token of its subtree; at padding the place behind its own. A token at place i sees
-        one at j iff `j <= i < until[j]`.
-      own_BA: place of each sample's token; 0 on padding.
+      first_BT: index in A of the place's token, in the first of the samples that share it; -1 = padding.
+      parent_BT: place of the parent; at roots and padding their own place.
+      until_BT: end of the place's subtree, exclusive; at padding the next place. The token at place i sees the one at
+        place j iff `j <= i < until[j]`.
+      own_BA: place of each sample's token; 0 at padding.
       align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
     """
 
@@ -38,35 +38,38 @@ class Trie:
 
 
 def to_places(trie: Trie, x_BA, fill=0):
-    """Values of samples' tokens at the places of tries, [B, T, ...]: those of the first sample; `fill` on padding."""
+    """Moves values of samples' tokens to places, [B, T, ...], from the first of the samples that share one; `fill` at
+    padding."""
     return _picked(x_BA, trie.first_BT, fill)
 
 
-def predicted(trie: Trie, x_BA, fill=0):
-    """Values that belong to the prediction of a token, [B, T, ...], at the place of the predicted token; `fill` at
-    roots, which nothing predicts, and padding."""
+def targets_to_places(trie: Trie, x_BA, fill=0):
+    """Moves values of a prediction, such as its target, from the token that predicts, as in `Batch`, to the place of
+    the predicted one, [B, T, ...]; `fill` at roots, which nothing predicts, and padding."""
     root_BT = trie.parent_BT == jnp.arange(trie.parent_BT.shape[-1])[None]
     return _picked(x_BA, jnp.where(root_BT, -1, trie.first_BT - 1), fill)
 
 
-def behind_parents(trie: Trie, x_BT):
-    """Each place's value at the place before it, [B, T, ...]: what predicts the token there."""
+def from_parents(trie: Trie, x_BT):
+    """The value of each place's parent, [B, T, ...], which predicts the token there; at roots their own. Gradients of
+    all children add up."""
     return _picked(x_BT, trie.parent_BT)
 
 
 def to_samples(trie: Trie, x_BT):
-    """Values of places at the samples' tokens, [B, A, ...]. Gradients of shared places add up."""
+    """Moves values of places to the samples' tokens, [B, A, ...]. Gradients of all samples that share one add up."""
     return _picked(x_BT, trie.own_BA)
 
 
-def predictions(trie: Trie, x_BT):
-    """Values at places of predicted tokens, for the samples' tokens that predict them, [B, A, ...]: token t gets that
-    of t + 1. The last token of a sample gets a value without meaning, which is masked, as in rows."""
+def predictions_to_samples(trie: Trie, x_BT):
+    """Moves values of predictions from the places of the predicted tokens to the samples' tokens that predict them,
+    [B, A, ...]: token t gets that of t + 1. What the last token of a sample gets has no meaning, as in rows, and is
+    masked."""
     return _picked(x_BT, jnp.roll(trie.own_BA, -1, -1))
 
 
-def samples(trie: Trie, segment_BA):
-    """Number of samples that share each place, i32[B, T]; 0 on padding."""
+def sample_counts(trie: Trie, segment_BA):
+    """Number of samples that share each place, i32[B, T]; 0 at padding."""
     B, T = trie.first_BT.shape
     row_B1 = jnp.arange(B)[:, None]
     return jnp.zeros((B, T), jnp.int32).at[row_B1, trie.own_BA].add((segment_BA > 0).astype(jnp.int32))
@@ -75,5 +78,5 @@ def samples(trie: Trie, segment_BA):
 def _picked(x, index, fill=None):
     """x at an index of its second axis; `fill` where that is negative."""
     tail = (1,) * (x.ndim - 2)
-    out = jnp.take_along_axis(x, jnp.maximum(index, 0).reshape(*index.shape, *tail), 1)
+    out = jnp.take_along_axis(x, jnp.maximum(index, 0).reshape(*index.shape, *tail), 1, mode="clip")
     return out if fill is None else jnp.where((index >= 0).reshape(*index.shape, *tail), out, fill)

@@ -196,7 +196,9 @@ def over_rows(layer: Recurrent, segment_BT, method: context.Method, parent_BT=No
     parent_BT = None if parent_BT is None else into(parent_BT)
 
     def convolve(name, x_BTC, weight_CW, bias_C=None):
-        return conv.convolve(into(x_BTC), weight_CW, segment_BT, bias_C, parent_BT)
+        if parent_BT is not None:
+            return conv.over_tries(into(x_BTC), weight_CW, parent_BT, recurrence.chunk_size(), bias_C)
+        return conv.convolve(into(x_BTC), weight_CW, segment_BT, bias_C)
 
     def gate(x_BTN):
         return jnp.where((segment_BT > 0)[..., None], into(x_BTN), 0)

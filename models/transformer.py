@@ -264,6 +264,9 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`); if it has the
     arrays of `vision.arrange`, tokens stand for features of images.
 
+    If it has a `trie`, tokens that samples share are computed once, and the result is over samples, as the batch is. Of
+    the temperature and of `beside`, a shared token gets what the first of its samples has there.
+
     Args:
       temperature: positive scalar, or one per token, [B, T]; where samples share a token, the first one's.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
@@ -326,7 +329,7 @@ def _hidden(params, batch: Batch, config, run: Run):
     if chosen_BTLK is not None:  # -1: not replayed
         chosen_BTLK = layout.inputs(jnp.where(batch.segment_BT[..., None, None] > 0, chosen_BTLK, -1), -1)
     images = _images(batch.input, config, layout.inputs)
-    weight_BT = None if trie is None else tries.samples(trie, batch.segment_BT)
+    weight_BT = None if trie is None else tries.sample_counts(trie, batch.segment_BT)
     made = backbone(
         params, *rows, chosen_BTLK, config=config, run=run, images=images, trie=trie, weight_BT=weight_BT
     )  # fmt: skip

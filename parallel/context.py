@@ -119,14 +119,11 @@ def tree_attention(tree, q_BTNH, k_BTKH, v_BTKV, until_BT, position_BT, sinks_N=
 
     Args:
       tree: f(q, k, v, place_BT, position_BT, until_BS, position_BS, sinks) -> out_BTNV, as `models.attention.tree`.
+      method: as in `attention`, but not "ring" over cp (`token_layout.of` refuses it).
 
     Raises:
-      ValueError: the method is "ring" and cp > 1; and as `attention`.
+      ValueError: as `attention`.
     """
-    if method == "ring" and meshes.size("cp") > 1:
-        raise ValueError(
-            "attention: tries over cp need gather or ulysses, got ring; its order balances whole triangles"
-        )
 
     def attend(q_BTNH, k_BSKH, v_BSKV, until_BT, position_BT, sinks_N, key_segment_BS=None, key_index_BS=None):
         """Gets until and position in the place of segments and indices."""

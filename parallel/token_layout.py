@@ -1,4 +1,5 @@
-"""How a model sees the tokens of a batch: its rows as they are, in the order of a ring over cp, or tries."""
+"""The places at which a model computes the tokens of a batch: those of its rows, in the order of a ring over cp, or of
+tries."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,21 +7,22 @@ from dataclasses import dataclass
 from ..core import trie as tries
 from ..core.batch import Batch
 from . import context, rules
+from . import mesh as meshes
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Functions between arrays over the tokens of a batch, [B, T, ...], and over the model's places.
+    """Functions that move arrays, [B, T, ...], between the tokens of a batch and a model's places.
 
-    What predicts a token and what is predicted are at one place: in rows that of the token before, as in `Batch`; in
-    tries, where several tokens may follow another, that of the predicted token itself.
+    A prediction has a place, too: in rows that of the token that predicts, as in `Batch`; in tries, where several
+    tokens may follow one, that of the predicted token.
 
     Attributes:
-      inputs: input arrays to the places of their tokens. `inputs(x, fill)` has `fill` on the padding of tries.
-      targets: target arrays to the places where tokens are predicted, likewise.
-      predicting: hidden states at their own places to the places where they predict.
+      inputs: input arrays to the places of their tokens. `inputs(x, fill)` has `fill` at the padding of tries.
+      targets: target arrays to the places of predictions; `targets(x, fill)` likewise.
+      predicting: hidden states to the places of what they predict.
       back: values at the places of tokens to the batch's tokens.
-      predictions: values at the places where tokens are predicted to the batch's target arrays.
+      predictions: values at the places of predictions to the batch's target arrays.
     """
 
     inputs: Callable
@@ -34,14 +36,21 @@ def of(batch: Batch, method: context.Method) -> TokenLayout:
     """The layout of a batch.
 
     Raises:
-      ValueError: the method is "ring", and positions of tries are sharded over cp.
+      ValueError: positions of tries are sharded over cp by the method "ring".
     """
     if batch.trie is None:
         into, back = context.arrange(method, batch.token_BT.shape[1])
         same = lambda x_BT, fill=0: into(x_BT)
         return TokenLayout(same, same, lambda x_BT: x_BT, back, back)
+    if method == "ring" and meshes.size("cp") > 1:
+        raise ValueError(
+            "tries over cp need the method gather or ulysses, got ring, whose order of positions suits rows"
+        )
     between = lambda fn: lambda x, *fill: rules.constrain(fn(batch.trie, x, *fill), "batch seq")
     return TokenLayout(
-        between(tries.to_places), between(tries.predicted), between(tries.behind_parents), between(tries.to_samples),
-        between(tries.predictions),
-    )  # fmt: skip
+        inputs=between(tries.to_places),
+        targets=between(tries.targets_to_places),
+        predicting=between(tries.from_parents),
+        back=between(tries.to_samples),
+        predictions=between(tries.predictions_to_samples),
+    )

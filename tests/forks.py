@@ -35,6 +35,20 @@ def samples(
     return [s.replace(pair=i // 2) for i, s in enumerate(made)] if pairs else made
 
 
+def random(seed: int, count: int = 14, vocabulary: int = 64) -> list[Sample]:
+    """Samples that go on from a random token of another, or from none."""
+    rng = np.random.default_rng(seed)
+    made: list[tuple[list[int], list[int], int]] = []
+    for group in range(count):
+        prompt: list[int] = []
+        if made and rng.random() < 0.8:
+            asked, tail, group = made[rng.integers(len(made))]
+            prompt = (asked + tail)[: rng.integers(len(asked + tail) + 1)]
+        new = rng.integers(0 if len(prompt) > 1 else 2, 12)
+        made.append((prompt[:80], rng.integers(1, 4, new).tolist() or [1], group))  # few tokens: shared by chance, too
+    return [one(i, prompt, tail, group, rng, None) for i, (prompt, tail, group) in enumerate(made)]
+
+
 def one(i: int, prompt: list[int], tail: list[int], group: int, rng, routed) -> Sample:
     tokens = np.array(prompt + tail, np.int32)
     n, start = len(tokens), len(prompt)

@@ -68,11 +68,13 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: m\ndata: d\nreward: r\ngroup-size: 4\nsampling.max_new_tokens: 5\noptim:\n  lr: 1e-5\n"
+        "trie: off\n"
         "training:\n  length: 64\n  run: {dtype: null}\nservers: [http://a, http://b]\ncolocated: true\neta: 0\n"
     )
     got = flat(read(grpo.Config, "--config", str(path), "--length", "32"))
     assert (got.group_size, got.sampling.max_new_tokens, got.optim.lr, got.length) == (4, 5, 1e-5, 32)
     assert (got.run.dtype, got.servers, got.colocated) == (None, ("http://a", "http://b"), True)
+    assert got.trie == "off"  # false to YAML
     path.write_text(yaml.safe_dump({"model": "m", "data": "d", "objective": {"desirable_weight": 2.0}}))
     assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0)
 

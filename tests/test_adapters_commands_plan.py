@@ -116,18 +116,17 @@ def test_prompts_of_groups_are_computed_once_with_trie_auto(capsys, model):
     assert "faster with --trie auto" in run(capsys, "grpo", *known, "--trie", "off")
 
 
-@pytest.mark.parametrize("recipe, more, reason", [
-    ("sft", [], "what its data share is not known"),
-    ("grpo", [], "a row of 64 tokens holds one sample of 64; --sample-tokens says how long they are"),
-    ("grpo", ["--sample-tokens", 20, "--sampling.max-new-tokens", 18],
+@pytest.mark.parametrize("more, reason", [
+    ([], "a row of 64 tokens holds one sample of 64; --sample-tokens says how long they are"),
+    (["--sample-tokens", 20, "--sampling.max-new-tokens", 18],
      "8 samples with prompts of 2 and completions of 18 tokens share too little"),
-    ("grpo", ["--sample-tokens", 20, "--sampling.max-new-tokens", 30],
+    (["--mesh.cp", 2, "--run.cp", "ring"], "--run.cp ring cannot split tries; gather and ulysses can"),
+    (["--sample-tokens", 20, "--sampling.max-new-tokens", 30],
      "--sampling.max-new-tokens 30 leaves nothing of --sample-tokens 20 for a prompt"),
-    ("grpo", ["--mesh.cp", 2, "--run.cp", "ring"], "--run.cp ring cannot split them; gather and ulysses can"),
 ])  # fmt: skip
-def test_a_plan_says_why_it_has_no_tries(capsys, model, recipe, more, reason):
-    options = ["--model", model, "--length", 64, *(["--group-size", 8] if recipe == "grpo" else []), *more]
-    off, auto = (json.loads(run(capsys, recipe, *options, "--trie", trie, "--json")) for trie in ("off", "auto"))
+def test_a_plan_says_why_it_has_no_tries(capsys, model, more, reason):
+    options = ["--model", model, "--length", 64, "--group-size", 8, *more]
+    off, auto = (json.loads(run(capsys, "grpo", *options, "--trie", trie, "--json")) for trie in ("off", "auto"))
     assert auto["shared"] == f"planned without tries, because {reason}"
     assert auto | {"shared": ""} == off
 

@@ -258,11 +258,3 @@ def test_places_over_devices(kind, devices, method):
     wanted = run(q, k, v, places(), position_BT, until_BT, dout, sinks_N, pattern=pattern)
     for name, ours, theirs in zip(NAMES, got, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
-
-
-def test_a_ring_takes_no_tries():
-    q, k, v, *_ = arrays()
-    attend = partial(context.tree_attention, tree.tree, q, k, v, places() + 1, places(), method="ring")
-    with jax.set_mesh(mesh.make(mesh.Layout(cp=2, dp=2, tp=2))):
-        with pytest.raises(ValueError, match="attention: tries over cp need gather or ulysses, got ring"):
-            attend()

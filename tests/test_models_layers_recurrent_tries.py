@@ -168,7 +168,7 @@ def test_convolutions_read_what_came_before_in_the_sample(C, width):
     inputs = {"x": draw(*places.parent_BT.shape, 6), "weight": draw(6, width), "bias": draw(6)}
 
     def over_tries(inputs):
-        return conv.convolve(inputs["x"], inputs["weight"], places.segment_BT, inputs["bias"], places.parent_BT)
+        return conv.over_tries(inputs["x"], inputs["weight"], places.parent_BT, C, inputs["bias"])
 
     def over_samples(inputs):
         rows_SLC, segment_SL = of_samples(places, inputs["x"]), np.int32(places.own_SL >= 0)

@@ -168,12 +168,12 @@ def test_reinforcement_learning(place, beside):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(mesh=Layout(cp=2), run=models.Run(cp="ring")), "--run.cp ring cannot split them; gather and ulysses can"),
-    (dict(run=models.Run(attention="splash")), "--run.attention splash has none; triton and chunked have"),
+    (dict(mesh=Layout(cp=2), run=models.Run(cp="ring")), "--run.cp ring cannot split tries; gather and ulysses can"),
+    (dict(run=models.Run(attention="splash")), "--run.attention splash cannot compute tries; triton and chunked can"),
 ])  # fmt: skip
 def test_runs_without_tries_say_why_in_one_line(place, changes, words, capsys):
     settings = hf.read_config(place / "model")
     config = sft.Config(model=str(place / "model"), data="", trie="auto", **changes)
     assert tries.packer(config, settings) is packing.pack
-    assert capsys.readouterr().err == f"samples do not share tokens (--trie off): {words}\n"
+    assert capsys.readouterr().err == f"tokens that samples share are not computed once (--trie auto): {words}\n"
     assert tries.packer(replace(config, trie="off"), settings) is packing.pack and not capsys.readouterr().err

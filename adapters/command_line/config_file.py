@@ -139,7 +139,12 @@ def _words(prefix: str, name: str, value: Any, hint: Any) -> list[str]:
 
 
 def _word(option: str, value: Any, kinds: tuple) -> str:
-    """A value as on the command line; text must be text, as YAML reads `no` as false and `010` as 8."""
+    """A value as on the command line; text must be text, as YAML reads `no` as false and `010` as 8.
+
+    Where "off" is a choice, false means it: YAML reads `off` as that.
+    """
+    if value is False and any("off" in get_args(kind) for kind in kinds):
+        return "off"
     if str in kinds and type(value) not in (str, *kinds):
         raise _Wrong(f"{option} must be text, got {value!r}; write it in quotes")
     return str(value)

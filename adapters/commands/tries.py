@@ -22,44 +22,37 @@ def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
     if any(each.vision for each in settings):
         return "rows have images"
     if config.mesh.cp > 1 and config.run.cp == "ring":
-        return "--run.cp ring cannot split them; gather and ulysses can"
+        return "--run.cp ring cannot split tries; gather and ulysses can"
     if config.mesh.cp > 1 and config.length % align:
-        return f"recurrent layers over cp need a --length that is a multiple of {align} for them, got {config.length}"
+        return f"--length must be a multiple of {align} for tries of recurrent layers over cp, got {config.length}"
     if config.run.attention != "auto" and not backends.BACKENDS[config.run.attention].tree:
         able = " and ".join(name for name, has in backends.BACKENDS.items() if has.tree)
-        return f"--run.attention {config.run.attention} has none; {able} have"
+        return f"--run.attention {config.run.attention} cannot compute tries; {able} can"
     return ""
 
 
 def planned(config: Any, settings: Sequence[Any], chunk: int, tokens: int) -> tuple[Tries | None, str]:
-    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`.
-
-    Only of groups is it known what samples share: their prompt, `tokens` less --sampling.max-new-tokens.
+    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`, and for recipes without
+    groups: only of these is it known what samples share, their prompt: `tokens` less --sampling.max-new-tokens.
 
     Args:
       config, settings: as for `refusal`.
       chunk: tokens per chunk of recurrent layers on the chip.
       tokens: mean tokens per sample.
     """
-    if getattr(config, "trie", "off") == "off":
+    if getattr(config, "trie", "off") == "off" or not hasattr(config, "group_size"):
         return None, ""
     align = chunk if any(models.trie_alignment(each) > 1 for each in settings) else 1
-    reason = refusal(config, settings, align)
-    if not reason and not hasattr(config, "group_size"):
-        reason = "what its data share is not known"
-    if reason:
+    if reason := refusal(config, settings, align):
         return None, f"planned without tries, because {reason}"
     group, new = config.group_size, min(config.sampling.max_new_tokens, tokens)
     groups = max(1, config.groups // config.minibatches)
     found = of_groups(groups, group, tokens - new, new, aligned(config.length, align), align)
     if found:
-        of = (
-            f"its {group} samples" if found.stems == 1 else f"{found.most} of its {group} samples, as many as fit a row"
-        )
-        return (
-            found,
-            f"a prompt is computed once for {of}; in all {found.ratio:.0%} of the samples' tokens are computed",
-        )
+        some = f"{found.most} of " if found.stems > 1 else ""
+        fits = ", as many as fit a row" if some else ""
+        of = f"{some}its {group} samples{fits}; in all {found.ratio:.0%} of the samples' tokens are computed"
+        return found, f"a prompt is computed once for {of}"
     if 2 * tokens > config.length:
         reason = f"a row of {config.length} tokens holds one sample of {tokens}; --sample-tokens says how long they are"
     elif new == tokens:

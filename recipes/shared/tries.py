@@ -1,6 +1,5 @@
 """Whether a run computes the tokens that samples share once: `--trie`."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -11,12 +10,14 @@ from areax import models
 from areax.adapters.commands.tries import refusal
 from areax.adapters.tracking import progress
 from areax.core import packing
+from areax.parallel.mesh import BATCH
 
 Trie = Literal["auto", "off"]
 
 
 def packer(config: Any, *settings: Any) -> Callable:
-    """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`.
+    """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`. Tries that fill
+    few rows are a microbatch of few rows.
 
     If other options are the reason, process 0 names them, in one line. Models that read images have no tries.
 
@@ -29,6 +30,12 @@ def packer(config: Any, *settings: Any) -> Callable:
     align = math.lcm(*map(models.trie_alignment, settings))
     if reason := refusal(config, settings, align):
         if jax.process_index() == 0:
-            progress.say(f"samples do not share tokens (--trie off): {reason}")
+            progress.say(f"tokens that samples share are not computed once (--trie auto): {reason}")
         return packing.pack
-    return functools.partial(packing.pack_tries, align=align)
+    devices = math.prod(getattr(config.mesh, axis) for axis in BATCH)
+
+    def pack(*args, **options):
+        batch = packing.pack_tries(*args, align=align, **options)
+        return batch if batch.trie is None else packing.without_empty_rows(batch, devices)
+
+    return pack
