@@ -104,7 +104,7 @@ def test_a_mesh(place, method, layout):
     given = dict(data=str(place / "sft.jsonl"), steps=3, batch=16, length=64, rows=2, optim=job_program.PLAIN)
     lines = []
     for name, own in {
-        "rows": {}, "mesh": dict(trie="auto", mesh=layout, run=models.Run(cp=method))
+        "rows": dict(trie="off"), "mesh": dict(trie="auto", mesh=layout, run=models.Run(cp=method))
     }.items():  # fmt: skip
         out = place / f"{method}-{name}"
         sft.main(sft.Config(model=str(place / "model"), out=str(out), **given, **own))
