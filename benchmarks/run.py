@@ -330,7 +330,8 @@ def main(arguments) -> None:
     if quick:
         print(table_alone(measured([pair for pair in pairs if options.case or pair not in SLOW], quick=True)))
         return
-    if missing := [peer for peer, python in PYTHON.items() if not python.exists()]:
+    needed = {peer for case, model in pairs for peer in importlib.import_module(case).PEERS[model]}
+    if missing := [peer for peer, python in PYTHON.items() if peer in needed and not python.exists()]:
         sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; create it with `make bench-env`")
     if options.check:
         sys.exit(check(pairs))
