@@ -166,11 +166,14 @@ def test_without_an_accelerator_nothing_runs(tmp_path):
 
 
 def ended_at(step, number, out, scratch):
-    """Signals a call once it has begun a step; returns its exit code when all of its processes are gone."""
+    """Signals a call once a step has begun in a process of its own; returns its exit code when all of its processes are
+    gone."""
     scratch.mkdir(exist_ok=True)
     words = [*COMMAND, "--tiny", "--budget", "3000", "--out", str(out)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(scratch)}) as call:
         assert any(f"] {step}, at most" in line for line in call.stdout)
+        while not mentioned(str(scratch)):
+            time.sleep(0.01)
         call.send_signal(number)
     deadline = time.monotonic() + 60
     while mentioned(str(scratch)):
