@@ -16,40 +16,61 @@ from train import CLIP
 GROUP = 16
 
 
-def group(vocab, prompt: int, completion: int):
-    """(prompt, completion) of each sample of a group: lists of token ids."""
-    rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(0, vocab, n).tolist()
-    asked = draw(prompt)
-    return [(asked, draw(completion)) for _ in range(GROUP)]
+def case(paths, places: int):
+    """(work, ours, rows, trl) of a case, the functions that `run.py` looks for.
+
+    Args:
+      paths: f(vocabulary) -> (prompt, completion) of each sample: lists of token ids.
+      places: different tokens of the samples, for one row of tries.
+    """
+    of = lambda model: paths(sizes.HF[model]["vocab_size"])
+
+    def work(model):
+        lengths = [len(asked) + len(made) for asked, made in of(model)]
+        return sum(lengths), sizes.flops(model, lengths, backward=True)
+
+    return (
+        work,
+        lambda folder, model: with_tries(folder, of(model), places),
+        lambda folder, model: with_rows(folder, of(model)),
+        lambda folder, model: with_trl(folder, of(model)),
+    )
 
 
-def flops(model, paths):
-    """FLOPs of a training step in which every sample is computed by itself."""
-    return sizes.flops(model, [len(asked) + len(made) for asked, made in paths], backward=True)
+def group(prompt: int, completion: int):
+    """`case` of a group of samples with one prompt."""
+
+    def paths(vocabulary):
+        rng = np.random.default_rng(0)
+        draw = lambda n: rng.integers(0, vocabulary, n).tolist()
+        asked = draw(prompt)
+        return [(asked, draw(completion)) for _ in range(GROUP)]
+
+    return case(paths, prompt + GROUP * completion)
 
 
 def rewards(count: int) -> list[float]:
     return np.random.default_rng(1).random(count).tolist()
 
 
-def ours(folder, paths, length: int):
+def with_tries(folder, paths, places: int):
     """Returns a function that runs one step and returns the gradient's norm."""
     from areax.core import packing
 
     def pack(samples):
-        batch = packing.pack_tries(samples, length, rows=1)
+        batch = packing.pack_tries(samples, places, rows=1)
         assert batch.trie is not None
         return batch
 
     return areax(folder, paths, pack)
 
 
-def rows(folder, paths, length: int, count: int):
-    """`ours` with every sample by itself, in microbatches of `count` rows."""
+def with_rows(folder, paths):
+    """`with_tries` with a row for each sample, in one microbatch."""
     from areax.core import packing
 
-    return areax(folder, paths, lambda samples: packing.pack(samples, length, rows=count))
+    longest = max(len(asked) + len(made) for asked, made in paths)
+    return areax(folder, paths, lambda samples: packing.pack(samples, longest, rows=len(paths)))
 
 
 def areax(folder, paths, pack):
@@ -86,7 +107,7 @@ def areax(folder, paths, pack):
     return once
 
 
-def trl(folder, paths):
+def with_trl(folder, paths):
     import datasets
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

@@ -8,10 +8,10 @@ UNIT, PEERS = "tokens/s", {"S": ("rows",), "M": ("rows",)}
 EPISODES, TURNS, SYSTEM, TURN, BRANCH = 4, 8, 256, 96, 64
 
 
-def paths(model):
+def paths(vocabulary):
     """Each turn's history goes on with the next turn's; what was sampled in it is a branch."""
     rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(0, trie.sizes.HF[model]["vocab_size"], n).tolist()
+    draw = lambda n: rng.integers(0, vocabulary, n).tolist()
     system, made = draw(SYSTEM), []
     for _ in range(EPISODES):
         history = list(system)
@@ -21,13 +21,4 @@ def paths(model):
     return made
 
 
-def work(model):
-    return sum(len(asked) + len(new) for asked, new in paths(model)), trie.flops(model, paths(model))
-
-
-def ours(folder, model):
-    return trie.ours(folder, paths(model), SYSTEM + EPISODES * TURNS * (TURN + BRANCH))
-
-
-def rows(folder, model):
-    return trie.rows(folder, paths(model), SYSTEM + TURNS * TURN + BRANCH, EPISODES * TURNS)
+work, ours, rows, _ = trie.case(paths, SYSTEM + EPISODES * TURNS * (TURN + BRANCH))

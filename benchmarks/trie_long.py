@@ -4,24 +4,4 @@ different."""
 import trie
 
 UNIT, PEERS = "tokens/s", {"S": ("rows", "trl"), "M": ("rows",)}
-PROMPT, NEW = 2048, 256
-
-
-def paths(model):
-    return trie.group(trie.sizes.HF[model]["vocab_size"], PROMPT, NEW)
-
-
-def work(model):
-    return trie.GROUP * (PROMPT + NEW), trie.flops(model, paths(model))
-
-
-def ours(folder, model):
-    return trie.ours(folder, paths(model), PROMPT + trie.GROUP * NEW)
-
-
-def rows(folder, model):
-    return trie.rows(folder, paths(model), PROMPT + NEW, trie.GROUP)
-
-
-def trl(folder, model):
-    return trie.trl(folder, paths(model))
+work, ours, rows, trl = trie.group(2048, 256)

@@ -66,12 +66,12 @@ def pack_tries(
     if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in apart):
         return pack(samples, length, rows=rows, components=components)
     both = np.stack([widths, [tree.tokens for tree in trees]], 1)
-    row, start, count = _first_fit(both, pairs, (T, most), rows, [tree.runs[0].sample for tree in trees])
+    row, start, count = _first_fit(both, pairs, (T, most), rows, [tree.branches[0].sample for tree in trees])
     row_of, start_of, filled = np.zeros(len(samples), int), np.zeros(len(samples), int), np.zeros(count, int)
     for t in np.lexsort((start, row)):
-        for run in trees[t].runs:
-            row_of[run.sample], start_of[run.sample] = row[t], filled[row[t]]
-            filled[row[t]] += run.stop
+        for branch in trees[t].branches:
+            row_of[branch.sample], start_of[branch.sample] = row[t], filled[row[t]]
+            filled[row[t]] += branch.stop
     A, J = flattened(int(filled.max()), int(np.bincount(row_of).max()), T)
     batch = _filled(samples, row_of, start_of, (A, J), rows, count, components)
     M = len(batch.token_BT)
@@ -176,7 +176,7 @@ def without_empty_rows(batch: Batch, unit: int = 1) -> Batch:
     unit x 2^k that include them are kept, so that few shapes compile."""
     M, B, _ = batch.token_BT.shape
     count = np.flatnonzero(batch.segment_BT[0].any(-1))[-1] + 1
-    rows = unit << int(-(-count // unit) - 1).bit_length()
+    rows = unit * power(-(-count // unit))
     return batch if M > 1 or rows >= B else jax.tree.map(lambda x: x[:, :rows], batch)
 
 
@@ -261,8 +261,8 @@ def _slots(row: np.ndarray, start: np.ndarray) -> np.ndarray:
 
 def bucket(n):
     """The smallest 2^k or 3 * 2^k that is at least n."""
-    power = 1 << (n - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= n else power
+    size = power(n)
+    return size * 3 // 4 if size >= 4 and size * 3 // 4 >= n else size
 
 
 def power(n: int, base: int = 2) -> int:

@@ -15,7 +15,7 @@ SHARE = 1 / 8  # of its tokens that a sample shares with a trie it joins; less i
 
 
 @dataclass
-class Run:
+class Branch:
     """Tokens `start` to `stop` of a sample: those it does not share with samples before it in its trie.
 
     `forks` are the depths in between from which later samples go on; they and the ends delimit the trie's nodes.
@@ -36,25 +36,25 @@ class Run:
 
 @dataclass
 class Tree:
-    """A trie in depth-first order: a run per sample, empty for one that is all in the trie before it.
+    """A trie in depth-first order: a branch per sample, empty for one that is all in the trie before it.
 
     Attributes:
       size: places, with what is left free behind nodes.
       tokens: of its samples.
       pair: of its samples, if the pair needs several tries; else -1.
-      path: the runs that lead to the token added last.
+      path: the branches that lead to the token added last.
     """
 
     pair: int = -1
     size: int = 0
     tokens: int = 0
-    runs: list[Run] = field(default_factory=list)
-    path: list[Run] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    path: list[Branch] = field(default_factory=list)
 
     def add(self, sample: int, length: int, shared: int, align: int) -> None:
         """Adds a sample that shares its first `shared` tokens with the one added last."""
-        run = Run(sample, shared, length)
-        self.runs.append(run)
+        branch = Branch(sample, shared, length)
+        self.branches.append(branch)
         self.tokens += length
         if shared == length:
             return
@@ -64,8 +64,8 @@ class Tree:
             self.size -= forked.size(align)
             forked.forks.add(shared)
             self.size += forked.size(align)
-        self.path.append(run)
-        self.size += run.size(align)
+        self.path.append(branch)
+        self.size += branch.size(align)
 
 
 def grow(samples: Sequence, length: int, align: int, tokens: float = math.inf) -> list[Tree]:
@@ -74,8 +74,7 @@ def grow(samples: Sequence, length: int, align: int, tokens: float = math.inf) -
     Samples, sorted by tokens, go one by one into the trie with which they share most, of those with room; one that
     would share less than `SHARE` of its tokens starts a new one. So a trie longer than `length` is cut into several,
     each with its own stem, and a header that all samples begin with ties nothing together. Samples of a pair go into
-    one trie, or if that exceeds `length`, each into its own. No trie grows beyond so many `tokens` of
-    samples.
+    one trie, or if that exceeds `length`, each into its own. No trie has samples of more than `tokens` tokens in all.
     """
     units, shared = _sorted(samples)
     sizes = [len(s.tokens) for s in samples]
@@ -126,17 +125,17 @@ def places(
     path = np.zeros(T, np.int32)  # places of the tokens that lead to the one placed last
     for tree, b, free in zip(trees, row, start, strict=True):
         depth = end = 0
-        for run in tree.runs:
-            k, n = run.start, run.stop
+        for branch in tree.branches:
+            k, n = branch.start, branch.stop
             if k < n:
                 until[b, path[k:depth]] = end  # the subtrees that end here
-                for left, right in run.nodes():
+                for left, right in branch.nodes():
                     path[left:right] = np.arange(free, free + right - left)
                     end, free = free + right - left, free + aligned(right - left, align)
-                first[b, path[k:n]] = at[run.sample] + np.arange(k, n)
+                first[b, path[k:n]] = at[branch.sample] + np.arange(k, n)
                 parent[b, path[max(k, 1) : n]] = path[max(k, 1) - 1 : n - 1]
                 depth = n
-            own[b, at[run.sample] : at[run.sample] + n] = path[:n]
+            own[b, at[branch.sample] : at[branch.sample] + n] = path[:n]
         until[b, path[:depth]] = end
     return Trie(first_BT=first, parent_BT=parent, until_BT=until, own_BA=own, align=align)
 

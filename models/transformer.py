@@ -14,7 +14,6 @@ from ..core import trie as tries
 from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
-from ..core.trie import Trie
 from ..parallel import context, experts, rules, token_layout, vocab
 from . import remat, vision
 from .attention import backends
@@ -96,7 +95,7 @@ def family(config):
 @shaped
 def backbone(
     params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run(), packing=True,
-    images=None, trie: Trie | None = None, weight_BT=None,
+    images=None, trie: tries.Trie | None = None, weight_BT=None,
 ):  # fmt: skip
     """Embedding, a scan over each stack of layers, final norm.
 

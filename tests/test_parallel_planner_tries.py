@@ -106,7 +106,7 @@ def test_a_step_has_the_arguments_and_about_the_temporaries_of_the_formula(famil
     formula, analysis = memory.memory(made), aot.compile(step).memory_analysis()
     assert formula.arguments == analysis.argument_size_in_bytes
     if layout == ONE:
-        assert 1 / 2 < formula.temporary / analysis.temp_size_in_bytes < 2.2
+        assert 1 / 2 < formula.temporary / analysis.temp_size_in_bytes < 2
 
 
 def test_a_ring_does_not_divide_tries():
