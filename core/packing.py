@@ -11,7 +11,7 @@ import numpy as np
 from . import trie_packing
 from .batch import FINISH, Batch
 
-FULLEST = 4  # times the tokens of samples that rows of tries hold on average, a row may hold
+FULLEST = 4  # a row of tries holds at most this many times the samples' tokens of an average row
 SAVED = 0.2  # share of the samples' tokens that tries must save; below it rows are as fast
 
 
@@ -44,11 +44,12 @@ def pack_tries(
 
     Samples share their first tokens while these and the values of all extra arrays there agree to the bit. All fields
     but `trie` are over flattened samples: rows as `pack` makes them, of length A, T times a power of two. A trie longer
-    than T is cut (`trie_packing.grow`), and one of samples so alike that other rows would need too large an A. Rows are
-    filled with tries as `pack` fills them with samples. Samples of a pair are in the same microbatch.
+    than T is cut (`trie_packing.grow`), and so is one whose samples are so alike that A would become too large for the
+    other rows (`FULLEST`). Rows are filled with tries as `pack` fills them with samples. Samples of a pair are in the
+    same microbatch.
 
-    It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images, or a pair with
-    what is left free behind nodes does not fit into a microbatch.
+    It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images, or a pair,
+    with the padding after its nodes, does not fit into a microbatch.
 
     Args:
       length: T, as in `pack`; rounded up to a multiple of `align` if need be.

@@ -11,7 +11,7 @@ import numpy as np
 
 from .trie import Trie
 
-SHARE = 1 / 8  # of its tokens that a sample shares with a trie it joins; less is cheaper to repeat than to fit in
+SHARE = 1 / 8  # a sample joins a trie that has at least this part of its tokens; less is cheaper to repeat
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Tree:
     """A trie in depth-first order: a branch per sample, empty for one that is all in the trie before it.
 
     Attributes:
-      size: places, with what is left free behind nodes.
+      size: places, with the padding after nodes.
       tokens: of its samples.
       pair: of its samples, if the pair needs several tries; else -1.
       path: the branches that lead to the token added last.

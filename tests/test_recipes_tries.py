@@ -175,5 +175,5 @@ def test_runs_without_tries_say_why_in_one_line(place, changes, words, capsys):
     settings = hf.read_config(place / "model")
     config = sft.Config(model=str(place / "model"), data="", trie="auto", **changes)
     assert tries.packer(config, settings) is packing.pack
-    assert capsys.readouterr().err == f"tokens that samples share are not computed once (--trie auto): {words}\n"
+    assert capsys.readouterr().err == f"--trie auto has no effect: {words}\n"
     assert tries.packer(replace(config, trie="off"), settings) is packing.pack and not capsys.readouterr().err

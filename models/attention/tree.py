@@ -35,7 +35,7 @@ def tree(
     Args:
       place_BT: places of the queries in the row, ascending.
       position_BT, position_BS: positions of queries and keys in their samples, which windows and chunks count.
-      until_BS: place behind the last token of each key's subtree; keys are a whole row, the key at index j at place j.
+      until_BS: end of each key's subtree, exclusive; keys are a whole row, the key at index j at place j.
       sinks_N: a logit per head that takes part in the softmax without a value, see `sinks`; None = none.
       query_chunk: queries per chunk; None = 64 on a CPU, 512 elsewhere.
 

@@ -16,7 +16,7 @@ class Tries:
       group: samples with the same prompt.
       prompt, new: tokens of a prompt and of a completion.
       most: samples of a group in one trie: fewer than `group` if a row does not hold them all.
-      places: of all tries of a group, with what is left free behind nodes.
+      places: of all tries of a group, with the padding after nodes.
       rows: that an optimiser step fills.
       flattened: A, the tokens of samples for which a row has room.
       length: T, places of a row.

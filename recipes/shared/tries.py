@@ -16,8 +16,8 @@ Trie = Literal["auto", "off"]
 
 
 def packer(config: Any, *settings: Any) -> Callable:
-    """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`. Tries that fill
-    few rows are a microbatch of few rows.
+    """`packing.pack_tries` if `config.trie` is "auto" and the run can have tries, else `packing.pack`. Where tries fill
+    only some rows of a microbatch, it has no others.
 
     If other options are the reason, process 0 names them, in one line. Models that read images have no tries.
 
@@ -30,7 +30,7 @@ def packer(config: Any, *settings: Any) -> Callable:
     align = math.lcm(*map(models.trie_alignment, settings))
     if reason := refusal(config, settings, align):
         if jax.process_index() == 0:
-            progress.say(f"tokens that samples share are not computed once (--trie auto): {reason}")
+            progress.say(f"--trie auto has no effect: {reason}")
         return packing.pack
     devices = math.prod(getattr(config.mesh, axis) for axis in BATCH)
 
