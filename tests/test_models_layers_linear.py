@@ -28,7 +28,8 @@ def test_wide_weights_have_the_gradients_of_a_product(out, into, dtype):
 def test_a_frozen_wide_weight_costs_no_gradient():
     """Under an adapter, whose weights alone are trained, no product makes a gradient of the weight."""
     rng = np.random.default_rng(0)
-    x, w, a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 576), (512, 576), (2, 576), (512, 2)))
+    sizes = (4, 576), (512, 576), (2, 576), (512, 2)
+    x, w, a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
     loss = lambda ab, w: jnp.sum(linear.linear(x, LoRAWeight(w, *ab, 1.0)) ** 2)
     flops = lambda of: jax.jit(jax.grad(loss, argnums=of)).lower((a, b), w).compile().cost_analysis()["flops"]
     assert flops((0, 1)) - flops(0) > 0.9 * 2 * x.shape[0] * w.size

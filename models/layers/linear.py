@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ...core.param import LoRAWeight
 from ...parallel import mesh
 
-WIDE = 512  # least size of both axes of a weight for `_wide_product`: transposing costs narrower ones more than it saves
+WIDE = 512  # least size of both axes of a weight for `_wide_product`; narrower ones lose more by transposing
 
 
 @jax.tree_util.register_dataclass
