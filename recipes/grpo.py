@@ -19,14 +19,14 @@ import jax
 
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
-from areax.adapters.command_line.options import UNPREFIXED, json_object
+from areax.adapters.command_line.options import UNPREFIXED, flat, json_object
 from areax.adapters.data import images
 from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.models import paging
 from areax.parallel import turns
-from areax.parallel.multihost import lockstep, processes
+from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes.shared import (
     common,
     describe,
@@ -128,7 +128,7 @@ def main(config: Config, rows: Any = None) -> dict:
         processor = images.of_model(config.model)
         prompts, heldout, seen = read(config, tokens, processor, rows) if index == 0 else (None, {}, False)
         data = prompts, heldout
-        processes.same("options", config)
+        agreement.same("options", **vars(flat(config)))
         config = with_vision(config, processes.anyone(seen and processor is not None)[0])
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary
