@@ -137,7 +137,7 @@ def fail(folder: str) -> None:
             raise OSError("no such row")
 
 
-def disagree() -> dict[str, str]:
+def disagree(folder: str) -> dict[str, str]:
     """What the consistency checks say about values that process 1 may have otherwise; "" if nothing."""
     other = jax.process_index() == 1
     on = mesh.make(mesh.Layout(dp=4))
@@ -163,6 +163,7 @@ def disagree() -> dict[str, str]:
         "equal replicas": lambda: agreement.replicas("arrays", pair),
         "one replica": lambda: agreement.replicas("arrays", {**pair, "c": [array(spec(), last)]}),
         "no replicas": lambda: agreement.replicas("arrays", {"b": array(spec("dp"), last)}),
+        "state": lambda: store.save(1, {"c": array(spec(), last)}),
     }
 
     def said(check):
@@ -172,7 +173,8 @@ def disagree() -> dict[str, str]:
             return str(error)
         return ""
 
-    return {name: said(check) for name, check in checks.items()}
+    with orbax.open_store(folder) as store:
+        return {name: said(check) for name, check in checks.items()}
 
 
 @dataclasses.dataclass(frozen=True)
