@@ -120,9 +120,13 @@ def test_git_commit_is_refused_and_can_be_repeated(repository):
 def test_the_hook_takes_what_git_makes_of_a_message(repository):
     """Comments, the diff of --verbose, amended commits whose change is in HEAD, merges, reverts and fixups."""
     shell("make hooks")
-    editor = "sed -i '1s/^/fix(core): a third step\\n\\nBecause./'"
     Path("core/step.py").write_text("# another\n")
-    shell("git commit --all --verbose", GIT_EDITOR=editor)
+    message = Path("message")
+    message.write_text("\n# git's help\n# ------------------------ >8 ------------------------\ndiff --git a/x b/x\n")
+    check = ["python", "tests/commit_message.py", message]
+    assert "got ''" in subprocess.run(check, capture_output=True, text=True).stderr
+    message.unlink()
+    shell("git commit --all --verbose", GIT_EDITOR="sed -i '1s/^/fix(core): a third step/'")
     assert commit("fix(core): a third step, tested", "--amend", file="tests/test_more.py").returncode == 0
     assert commit("fix(core): a test of nothing in core", file="Makefile").returncode == 0  # core is in HEAD
     assert commit("fix(core): a test of nothing in core", file="Makefile").returncode == 1
