@@ -122,13 +122,13 @@ def main(config: Config, rows: Any = None) -> dict:
     with processes.job() as index, ending.stop_signal() as stop:
         if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
+        agreement.same("options", **vars(flat(config)))
         tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
         processor = images.of_model(config.model)
         prompts, heldout, seen = read(config, tokens, processor, rows) if index == 0 else (None, {}, False)
         data = prompts, heldout
-        agreement.same("options", **vars(flat(config)))
         config = with_vision(config, processes.anyone(seen and processor is not None)[0])
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary
