@@ -159,6 +159,7 @@ def disagree(folder: str) -> dict[str, str]:
         "row": lambda: agreement.same("rows", rows=changed if other else rows),
         "array": lambda: agreement.same("arrays", x={"numbers": numbers + other * (numbers == 3000)}),
         "type": lambda: agreement.same("types", loss=Other() if other else One()),
+        "order": lambda: agreement.same("fields", **({"a": 1, "b": 2} if other else {"b": 2, "a": 1})),
         "absent": lambda: agreement.same("fields", **({"a": 1} if other else {"a": 1, "b": 2})),
         "equal replicas": lambda: agreement.replicas("arrays", pair),
         "one replica": lambda: agreement.replicas("arrays", {**pair, "c": [array(spec(), last)]}),

@@ -16,6 +16,7 @@ WANTED = {  # the end of each error
     "row": f"rows[7].answer is ...{'x' * 20}y{'x' * 39}... in process 1, ...{'x' * 60}... in process 0; start all",
     "array": "x.numbers is int64[4000] with hash ",
     "type": "loss is <class '__main__.Other'> in process 1, <class '__main__.One'> in process 0;",
+    "order": "",
     "absent": "b is absent in process 1, 2 in process 0;",
     "equal replicas": "",
     "one replica": "must be equal, got c.0 that differs between processes 0 and 1; go on from the last saved state",

@@ -45,7 +45,7 @@ def same(what: str, /, **values: Any) -> None:
         return
     entries = {name: _text(value) for name, value in _entries("", values)}
     digests = {name: xxhash.xxh3_64_hexdigest(text.encode()) for name, text in entries.items()}
-    total = xxhash.xxh3_128_digest(json.dumps(digests).encode())
+    total = xxhash.xxh3_128_digest(json.dumps(digests, sort_keys=True).encode())
     totals = multihost_utils.process_allgather(np.frombuffer(total, np.uint8))
     differ = [i for i, other in enumerate(totals) if (other != totals[0]).any()]
     if not differ:
