@@ -282,6 +282,8 @@ def test_bad_input_gives_the_errors_of_pack():
         packed(pair, 32, rows=1)
     with pytest.raises(ValueError, match="same arrays"):
         packing.pack_tries([make(0, range(5), rng), make(1, range(5), rng, {"x": ("input", np.zeros(5))})], 32)
+    with pytest.raises(ValueError, match="pack: align must be at least 1, got 0"):
+        packing.pack_tries([make(0, range(5), rng)], 32, align=0)
 
 
 def test_values_move_as_in_loops_over_tokens():
