@@ -376,12 +376,14 @@ def _chunk(job: Job) -> int:
 
 def _layer(job: Job) -> int:
     """Temporaries of a layer's backward pass: its weights in the dtype of the computation, gathered ones as they are
-    stored, too, all its values, and the gradients of both; frozen weights have none."""
+    stored, too, all its values, and the gradients of both; frozen weights have none, and those of a norm's values are
+    computed at once, into the gradient of its input."""
     copies = (1 if job.adapters else 2) * job.itemsize
 
     def at_work(stack):
         weights = sum(job.whole(leaf) * (_gathered(job, leaf) + copies) for leaf in stack.values())
-        return weights + 2 * sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
+        sizes = {name: size for name, size in values(job, stack).items() if name in KEPT["none"][:-1]}
+        return weights + 2 * sum(sizes.values()) - sizes["norms"]
 
     return round(max(map(at_work, job.stacks)))
 
