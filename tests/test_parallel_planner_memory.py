@@ -15,7 +15,7 @@ from areax.core.trie import Trie
 from areax.models import layer, lora, paging, transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
-from areax.parallel.planner import generation, memory, towers
+from areax.parallel.planner import activations, generation, memory, towers
 from areax.parallel.planner.job import Job
 from areax.rollout.engine.programs import pool, staging
 from areax.rollout.engine.slots import mesh_of
@@ -77,7 +77,7 @@ def test_saved_activations_match_the_formula(family, remat, dtype):
     """On the device and on the host together."""
     config = tiny_families.config(family)
     made = job(config, rows=5, length=128, dtype=dtype, remat=remat)
-    formula = memory.saved(made) + memory.saved(made, "offload")
+    formula = activations.saved(made) + activations.saved(made, "offload")
     assert formula == kept(config, models.Run(dtype=dtype, remat=remat), 5, 128)
 
 
@@ -86,7 +86,7 @@ def test_saved_activations_match_the_formula(family, remat, dtype):
 def test_without_rematerialisation_saved_activations_are_close_to_the_formula(family):
     """Of Llama 4 less is counted: it normalises queries and keys without weights, which no table has."""
     config = tiny_families.config(family)
-    formula = memory.saved(job(config, rows=5, length=128, remat="none"))
+    formula = activations.saved(job(config, rows=5, length=128, remat="none"))
     got = kept(config, models.Run(remat="none"), 5, 128)
     if family == "llama4_text":
         assert 0.8 < formula / got < 0.9
