@@ -46,14 +46,14 @@ def kept(config, run, rows, length, flattened=0) -> int:
     """Bytes that `jax.vjp` of the backbone keeps of layers: what scans stack, and what layers read beside their input:
     inputs of their own, and keys and values of another layer. Over tries, if `flattened` tokens of samples are given.
     """
-    token_BT, own_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
+    token_BT, place_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
 
-    def closure(params, token_BT, own_BA):
-        trie = Trie(token_BT, token_BT, token_BT, own_BA, models.trie_alignment(config)) if flattened else None
+    def closure(params, token_BT, place_BA):
+        trie = Trie(token_BT, token_BT, token_BT, place_BA, models.trie_alignment(config)) if flattened else None
         hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config, run=run, trie=trie)
         return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
-    jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT, own_BA).jaxpr
+    jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT, place_BA).jaxpr
     arrays = [x for x in jaxpr.outvars if not hasattr(x, "val")]
     scanned = {x for equation in jaxpr.eqns if equation.primitive.name == "scan" for x in equation.outvars}
     depths = {len(stack.layers) for stack in models.table(config).stacks}
