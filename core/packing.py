@@ -28,10 +28,10 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
       components: names of the reward components to include.
 
     Raises:
-      ValueError: no samples, a sample longer than every T, a pair too large for a microbatch, a sample that lacks a
-        component, or samples whose extra arrays differ in name.
+      ValueError: no samples, rows or length, a sample longer than every T, a pair too large for a microbatch, a sample
+        that lacks a component, or samples whose extra arrays differ in name.
     """
-    sizes, T = _checked(samples, length, components)
+    sizes, T = _checked(samples, length, rows, components)
     pairs = [s.pair for s in samples]
     row, start, count = _first_fit(sizes[:, None], pairs, (T,), rows, range(len(samples)))
     return _filled(samples, row, start, (T, power(np.bincount(row).max())), rows, count, components)
@@ -57,9 +57,11 @@ def pack_tries(
       align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
 
     Raises:
-      ValueError: as `pack`.
+      ValueError: as `pack`; align below 1.
     """
-    sizes, T = _checked(samples, length, components)
+    if align < 1:
+        raise ValueError(f"pack: align must be at least 1, got {align}")
+    sizes, T = _checked(samples, length, rows, components)
     T = trie_packing.aligned(T, align)
     trees, most = ([], 0) if any(s.images for s in samples) else _grown(samples, sizes, T, align)
     widths, pairs = np.array([tree.size for tree in trees]), np.array([tree.pair for tree in trees])
@@ -80,8 +82,12 @@ def pack_tries(
     return batch.replace(trie=jax.tree.map(lambda x: x.reshape(M, rows, -1), trie))
 
 
-def _checked(samples: Sequence, length: int | Sequence[int], components: Sequence[str]) -> tuple[np.ndarray, int]:
+def _checked(
+    samples: Sequence, length: int | Sequence[int], rows: int, components: Sequence[str]
+) -> tuple[np.ndarray, int]:
     """The samples' lengths and T."""
+    if rows < 1:
+        raise ValueError(f"pack: rows must be at least 1, got {rows}")
     if not len(samples):
         raise ValueError("pack: at least one sample is needed, got none")
     for i, s in enumerate(samples):
@@ -97,6 +103,8 @@ def _checked(samples: Sequence, length: int | Sequence[int], components: Sequenc
             )
     sizes = np.array([len(s.tokens) for s in samples])
     lengths = sorted([length] if isinstance(length, int) else length)
+    if not lengths:
+        raise ValueError("pack: at least one length is needed, got none")
     fits = [t for t in lengths if t >= sizes.max()]
     if not fits:
         i = int(sizes.argmax())

@@ -26,14 +26,14 @@ class Trie:
       parent_BT: place of the parent; at roots and padding their own place.
       until_BT: end of the place's subtree, exclusive; at padding the next place. The token at place i sees the one at
         place j iff `j <= i < until[j]`.
-      own_BA: place of each sample's token; 0 at padding.
+      place_BA: place of each sample's token; 0 at padding.
       align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
     """
 
     first_BT: Array
     parent_BT: Array
     until_BT: Array
-    own_BA: Array
+    place_BA: Array
     align: int = field(default=1, metadata={"static": True})
 
 
@@ -58,21 +58,21 @@ def from_parents(trie: Trie, x_BT):
 
 def to_samples(trie: Trie, x_BT):
     """Moves values of places to the samples' tokens, [B, A, ...]. Gradients of all samples that share one add up."""
-    return _picked(x_BT, trie.own_BA)
+    return _picked(x_BT, trie.place_BA)
 
 
 def predictions_to_samples(trie: Trie, x_BT):
     """Moves values of predictions from the places of the predicted tokens to the samples' tokens that predict them,
     [B, A, ...]: token t gets that of t + 1. What the last token of a sample gets has no meaning, as in rows, and is
     masked."""
-    return _picked(x_BT, jnp.roll(trie.own_BA, -1, -1))
+    return _picked(x_BT, jnp.roll(trie.place_BA, -1, -1))
 
 
 def sample_counts(trie: Trie, segment_BA):
     """Number of samples that share each place, i32[B, T]; 0 at padding."""
     B, T = trie.first_BT.shape
     row_B1 = jnp.arange(B)[:, None]
-    return jnp.zeros((B, T), jnp.int32).at[row_B1, trie.own_BA].add((segment_BA > 0).astype(jnp.int32))
+    return jnp.zeros((B, T), jnp.int32).at[row_B1, trie.place_BA].add((segment_BA > 0).astype(jnp.int32))
 
 
 def _picked(x, index, fill=None):

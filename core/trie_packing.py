@@ -121,7 +121,7 @@ def places(
     rows, T, A = shape
     here = np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T))
     first, parent, until = np.full((rows, T), -1, np.int32), here.copy(), here + 1
-    own = np.zeros((rows, A), np.int32)
+    place = np.zeros((rows, A), np.int32)
     path = np.zeros(T, np.int32)  # places of the tokens that lead to the one placed last
     for tree, b, free in zip(trees, row, start, strict=True):
         depth = end = 0
@@ -135,9 +135,9 @@ def places(
                 first[b, path[k:n]] = at[branch.sample] + np.arange(k, n)
                 parent[b, path[max(k, 1) : n]] = path[max(k, 1) - 1 : n - 1]
                 depth = n
-            own[b, at[branch.sample] : at[branch.sample] + n] = path[:n]
+            place[b, at[branch.sample] : at[branch.sample] + n] = path[:n]
         until[b, path[:depth]] = end
-    return Trie(first_BT=first, parent_BT=parent, until_BT=until, own_BA=own, align=align)
+    return Trie(first_BT=first, parent_BT=parent, until_BT=until, place_BA=place, align=align)
 
 
 def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:

@@ -131,6 +131,15 @@ def test_a_plan_says_why_it_has_no_tries(capsys, model, more, reason):
     assert auto | {"shared": ""} == off
 
 
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "rewardmodel"])
+def test_a_plan_of_data_that_it_has_not_seen_says_that_nothing_is_shared(capsys, model, recipe):
+    options = [recipe, "--model", model, "--length", 64]
+    assert "--trie auto: planned as if samples shared no tokens; if they do, a step takes less" in run(capsys, *options)
+    assert "--trie" not in run(capsys, *options, "--trie", "off")
+    refused = run(capsys, *options, "--mesh.cp", 2, "--run.cp", "ring")
+    assert "--trie auto: planned without tries, because --run.cp ring cannot split tries" in refused
+
+
 def test_a_servers_layer_for_multi_token_prediction_is_counted(capsys, tmp_path):
     """Its weights twice, with those of the next version, and its keys and values; with drafts only."""
     config = tiny_families.config("glm4_moe", num_nextn_predict_layers=1, torch_dtype="bfloat16")

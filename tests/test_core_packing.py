@@ -140,6 +140,10 @@ def test_bad_input_gives_a_one_line_error():
         packing.pack(pair, 32, rows=1)
     with pytest.raises(ValueError, match="same arrays"):
         packing.pack([make(0, 5, rng), make(1, 5, rng).replace(arrays={})], 32)
+    with pytest.raises(ValueError, match="pack: rows must be at least 1, got 0"):
+        packing.pack([make(0, 5, rng)], 32, rows=0)
+    with pytest.raises(ValueError, match="pack: at least one length is needed, got none"):
+        packing.pack([make(0, 5, rng)], [])
 
 
 def test_rewards_stand_at_tokens_that_are_learnt():

@@ -58,14 +58,14 @@ def paths(batch, samples):
     for m, b, j in np.argwhere(batch.sample_BJ >= 0):
         at = np.flatnonzero(batch.segment_BT[m, b] == j + 1)
         assert np.array_equal(at, np.arange(at[0], at[0] + len(at)))
-        yield int(batch.sample_BJ[m, b, j]), m, b, at, batch.trie.own_BA[m, b, at]
+        yield int(batch.sample_BJ[m, b, j]), m, b, at, batch.trie.place_BA[m, b, at]
 
 
 def check(batch, samples, align=1):
     """Checks all arrays of a trie against samples by walking through parents."""
     made = batch.trie
     M, B, T = made.first_BT.shape
-    assert made.own_BA.shape == batch.token_BT.shape and batch.token_BT.shape[-1] % T == 0
+    assert made.place_BA.shape == batch.token_BT.shape and batch.token_BT.shape[-1] % T == 0
     above = {}  # of each place the places before it in its samples
     sharing: dict = {}
     for i, m, b, at, own in paths(batch, samples):
@@ -282,6 +282,8 @@ def test_bad_input_gives_the_errors_of_pack():
         packed(pair, 32, rows=1)
     with pytest.raises(ValueError, match="same arrays"):
         packing.pack_tries([make(0, range(5), rng), make(1, range(5), rng, {"x": ("input", np.zeros(5))})], 32)
+    with pytest.raises(ValueError, match="pack: align must be at least 1, got 0"):
+        packing.pack_tries([make(0, range(5), rng)], 32, align=0)
 
 
 def test_values_move_as_in_loops_over_tokens():
@@ -290,7 +292,7 @@ def test_values_move_as_in_loops_over_tokens():
     batch = packed(samples, 32, rows=2, align=4)
     made = trie_packing.Trie(**{name: x[0] for name, x in vars(batch.trie).items() if name != "align"})
     B, T = made.first_BT.shape
-    A = made.own_BA.shape[-1]
+    A = made.place_BA.shape[-1]
     x_BA, x_BT = rng.normal(size=(B, A, 3)), rng.normal(size=(B, T, 3))
     at_places, of_predicted, behind = np.full((B, T, 3), -1.0), np.full((B, T, 3), -1.0), x_BT.copy()
     at_samples, of_next, counts = np.zeros((B, A, 3)), {}, np.zeros((B, T), int)

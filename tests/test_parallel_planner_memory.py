@@ -15,7 +15,7 @@ from areax.core.trie import Trie
 from areax.models import layer, lora, paging, transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
-from areax.parallel.planner import generation, memory, towers
+from areax.parallel.planner import activations, generation, memory, towers
 from areax.parallel.planner.job import Job
 from areax.rollout.engine.programs import pool, staging
 from areax.rollout.engine.slots import mesh_of
@@ -46,14 +46,14 @@ def kept(config, run, rows, length, flattened=0) -> int:
     """Bytes that `jax.vjp` of the backbone keeps of layers: what scans stack, and what layers read beside their input:
     inputs of their own, and keys and values of another layer. Over tries, if `flattened` tokens of samples are given.
     """
-    token_BT, own_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
+    token_BT, place_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
 
-    def closure(params, token_BT, own_BA):
-        trie = Trie(token_BT, token_BT, token_BT, own_BA, models.trie_alignment(config)) if flattened else None
+    def closure(params, token_BT, place_BA):
+        trie = Trie(token_BT, token_BT, token_BT, place_BA, models.trie_alignment(config)) if flattened else None
         hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config, run=run, trie=trie)
         return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
-    jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT, own_BA).jaxpr
+    jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT, place_BA).jaxpr
     arrays = [x for x in jaxpr.outvars if not hasattr(x, "val")]
     scanned = {x for equation in jaxpr.eqns if equation.primitive.name == "scan" for x in equation.outvars}
     depths = {len(stack.layers) for stack in models.table(config).stacks}
@@ -77,7 +77,7 @@ def test_saved_activations_match_the_formula(family, remat, dtype):
     """On the device and on the host together."""
     config = tiny_families.config(family)
     made = job(config, rows=5, length=128, dtype=dtype, remat=remat)
-    formula = memory.saved(made) + memory.saved(made, "offload")
+    formula = activations.saved(made) + activations.saved(made, "offload")
     assert formula == kept(config, models.Run(dtype=dtype, remat=remat), 5, 128)
 
 
@@ -86,7 +86,7 @@ def test_saved_activations_match_the_formula(family, remat, dtype):
 def test_without_rematerialisation_saved_activations_are_close_to_the_formula(family):
     """Of Llama 4 less is counted: it normalises queries and keys without weights, which no table has."""
     config = tiny_families.config(family)
-    formula = memory.saved(job(config, rows=5, length=128, remat="none"))
+    formula = activations.saved(job(config, rows=5, length=128, remat="none"))
     got = kept(config, models.Run(remat="none"), 5, 128)
     if family == "llama4_text":
         assert 0.8 < formula / got < 0.9

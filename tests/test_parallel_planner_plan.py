@@ -18,7 +18,7 @@ from areax.core import logprobs, losses, optim, param
 from areax.models import transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, rules
-from areax.parallel.planner import flops, generation, memory, plan
+from areax.parallel.planner import activations, flops, generation, memory, plan
 from areax.parallel.planner.chips import CHIPS
 from areax.parallel.planner.figures import LATENCY, LAUNCH, LINK, MATMUL, PAGED, STREAM, USABLE
 from areax.parallel.planner.job import Job
@@ -105,7 +105,7 @@ def test_saved_activations_of_layers_match_the_formula(family, remat, dtype):
     """By JAX's own account. Weights are arguments, not counted; a mixture's part under "none" is an estimate."""
     _, arrays, of_layers = stacked(family, models.Run(dtype=dtype, remat=remat), 5, 128, mesh.make())
     got = sum(x.size * x.dtype.itemsize for x, its in zip(arrays, of_layers, strict=True) if its)
-    formula = memory.saved(job(family, rows=5, length=128, dtype=dtype or "float32", remat=remat))
+    formula = activations.saved(job(family, rows=5, length=128, dtype=dtype or "float32", remat=remat))
     if "moe" in family and remat == "none":
         assert abs(formula / got - 1) < 0.1
     else:
@@ -123,7 +123,7 @@ def test_saved_activations_of_each_device_match_the_formula(layout, remat):
         places = traced.lower().compile().output_shardings
     kept = [(x, its) for x, its, of_layer in zip(arrays, places, of_layers, strict=True) if of_layer]
     got = sum(math.prod(its.shard_shape(x.shape)) * x.dtype.itemsize for x, its in kept)
-    assert memory.saved(job("qwen3", layout, remat=remat)) == got
+    assert activations.saved(job("qwen3", layout, remat=remat)) == got
 
 
 PAIRS = [  # the last two with several microbatches, of which every array of the batch is an argument

@@ -16,7 +16,7 @@ from areax.core import losses, optim, packing
 from areax.core.trie import to_places
 from areax.models.attention.pattern import PLAIN, Pattern
 from areax.parallel import mesh
-from areax.parallel.planner import flops, memory, tries
+from areax.parallel.planner import activations, flops, memory, tries
 from areax.rollout.types import Completion, sampled
 
 GROUPS = 3
@@ -78,7 +78,7 @@ FORMULA = tries.of_groups(GROUPS, 4, 40, 20, 128, 1)
 def test_saved_activations_match_the_formula(family, remat):
     config = tiny_families.config(family)
     made = job(config, rows=5, length=128, remat=remat, tries=FORMULA)
-    assert memory.saved(made) == kept(config, models.Run(remat=remat), 5, 128, flattened=FORMULA.flattened)
+    assert activations.saved(made) == kept(config, models.Run(remat=remat), 5, 128, flattened=FORMULA.flattened)
 
 
 STEPS = [

@@ -133,9 +133,9 @@ def abstract_batch(spec: Step) -> Batch:
 
     batch = jax.tree_util.tree_map_with_path(shape, packed)
     if spec.flattened:
-        place, own = (jax.ShapeDtypeStruct((*row, width), jnp.int32) for width in (spec.length, spec.flattened))
+        place_BT, place_BA = (jax.ShapeDtypeStruct((*row, size), jnp.int32) for size in (spec.length, spec.flattened))
         align = math.lcm(*(models.trie_alignment(each) for each in (spec.config, spec.teacher) if each))
-        batch = batch.replace(trie=Trie(place, place, place, own, align))
+        batch = batch.replace(trie=Trie(place_BT, place_BT, place_BT, place_BA, align))
     score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     inner = spec.objective.objective if isinstance(spec.objective, Taught) else spec.objective
     if getattr(inner, "needs_reference", False):
@@ -209,7 +209,7 @@ def _of_model(spec: Step) -> set[str]:
     read = MODEL_READS
     if spec.flattened:
         stateful = any(not isinstance(layer, Attention) and layer.state for layer in spec.config.records)
-        read = {"token_BT", "first_BT", "own_BA"} | ({"until_BT", "index_BT"} if attends else set())
+        read = {"token_BT", "first_BT", "place_BA"} | ({"until_BT", "index_BT"} if attends else set())
         read |= {"segment_BT"} if stateful or _sums(spec) else set()
         read |= {"parent_BT"} if stateful or scores else set()
     read = read | ({"position_BT"} if placed else set())

@@ -10,6 +10,11 @@ from ...core.trie_packing import aligned
 from ...models.attention import backends
 from ...parallel.planner.tries import Tries, of_groups
 
+UNKNOWN = (  # where a plan does not know what samples share
+    "planned as if samples shared no tokens; if they do, a step takes less time: give --sample-tokens their mean "
+    "length times the trie_ratio of a run"
+)
+
 
 def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
     """Why a run cannot have tries; "" = it can.
@@ -32,19 +37,23 @@ def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
 
 
 def planned(config: Any, settings: Sequence[Any], chunk: int, tokens: int) -> tuple[Tries | None, str]:
-    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`, and for recipes without
-    groups: only of these is it known what samples share, their prompt: `tokens` less --sampling.max-new-tokens.
+    """The tries that a plan assumes, and what it says about them; (None, "") with `--trie off`.
+
+    Only recipes with groups say what samples share, their prompt: `tokens` less --sampling.max-new-tokens. Others are
+    planned as if samples shared nothing.
 
     Args:
       config, settings: as for `refusal`.
       chunk: tokens per chunk of recurrent layers on the chip.
       tokens: mean tokens per sample.
     """
-    if getattr(config, "trie", "off") == "off" or not hasattr(config, "group_size"):
+    if getattr(config, "trie", "off") == "off":
         return None, ""
     align = chunk if any(models.trie_alignment(each) > 1 for each in settings) else 1
     if reason := refusal(config, settings, align):
         return None, f"planned without tries, because {reason}"
+    if not hasattr(config, "group_size"):
+        return None, UNKNOWN
     group, new = config.group_size, min(config.sampling.max_new_tokens, tokens)
     groups = max(1, config.groups // config.minibatches)
     found = of_groups(groups, group, tokens - new, new, aligned(config.length, align), align)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .. import rules
 from . import memory, towers
-from .job import Job, added, depth, entries, expert, matrix, matrix_states, nested, recurrent
+from .job import Job
+from .leaves import added, depth, entries, expert, matrix, matrix_states, nested, recurrent
 
 WIDE = 4  # bytes of values sent in fp32 whatever the compute dtype
 INDEX = 4  # bytes of a segment id, an index, or an expert index

@@ -12,7 +12,8 @@ from ..mesh import Layout
 from . import flops
 from .chips import Chip
 from .figures import DISK, FILLED, HOST, LATENCY, LAUNCH, LINK, MATMUL, PAGED, STREAM, USABLE, Figure
-from .job import ONE, Job, depth, expert, in_use, stored
+from .job import Job
+from .leaves import ONE, depth, expert, in_use, stored
 
 Shares = Literal["no", "always", "turns"]  # whether a server is on the trainer's first device
 

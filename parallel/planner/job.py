@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh
 
 from ...core import optim, param
 from ...core.optim import Optimizer
 from .. import context, experts, rules
-from ..mesh import AXES, BATCH, Layout
+from ..mesh import BATCH, Layout
+from .leaves import abstract, held, nested, recurrent
 from .tries import Tries
 
-ONE = Layout()  # device
-# Values that each remat policy keeps on the device from a layer's forward to its backward pass; `memory.values` has
-# their sizes.
+# Values that each remat policy keeps on the device from a layer's forward to its backward pass; their sizes are in
+# `activations.values`.
 KEPT = {
     "full": ("input",),
     "dots": ("input", "dots", "attention", "halves", "states", "sums"),
@@ -188,7 +188,7 @@ class Job:
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
-        return _mesh(self.layout)
+        return abstract(self.layout)
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -284,7 +284,7 @@ class Job:
 
     def held(self, leaf: param.Leaf, by: rules.ShardingRules = rules.RULES) -> int:
         """Entries of a leaf that a device holds under these sharding rules."""
-        return _held(leaf.axes, leaf.shape, leaf.path, by, self.mesh)
+        return held(leaf.axes, leaf.shape, leaf.path, by, self.mesh)
 
     def whole(self, leaf: param.Leaf) -> int:
         """Entries of one layer of a leaf that a device holds while it is in use, gathered over fsdp and ep."""
@@ -376,75 +376,3 @@ class Job:
     def looked_up(self, leaf: param.Leaf) -> bool:
         """Whether tokens are only looked up in it."""
         return leaf.layers is None and leaf.path.endswith("embed") and not self.is_head(leaf)
-
-
-def _mesh(layout: Layout) -> AbstractMesh:
-    return AbstractMesh(tuple(getattr(layout, axis) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def in_use(leaf: param.Leaf, layout: Layout) -> int:
-    """Entries of a leaf that a device of a generation engine holds: gathered over all but tp, experts over ep too.
-
-    Raises:
-      ValueError: the layout does not divide it.
-    """
-    return _held(leaf.axes, leaf.shape, leaf.path, rules.GATHERED, _mesh(layout))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _held(axes: tuple[str, ...], shape: tuple[int, ...], path: str, by: rules.ShardingRules, mesh: AbstractMesh) -> int:
-    spec = rules.spec(axes, by, where=path, shape=shape, mesh=mesh)
-    return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
-
-
-def depth(stack: Mapping[str, param.Leaf]) -> int:
-    """Number of layers of a run."""
-    return next(iter(stack.values())).shape[0]
-
-
-def stored(leaf: param.Leaf, itemsize: int, layout: Layout = ONE) -> int:
-    """Bytes of a leaf in files and on a device of a server, with `itemsize` bytes an entry unless the table says
-    otherwise."""
-    return in_use(leaf, layout) * (jnp.dtype(leaf.param.dtype).itemsize if leaf.param.dtype else itemsize)
-
-
-def entries(leaf: param.Leaf) -> int:
-    return math.prod(leaf.shape)
-
-
-def nested(leaf: param.Leaf) -> bool:
-    """Whether the leaf belongs to a layer rather than the top level."""
-    return leaf.layers is not None
-
-
-def matrix(leaf: param.Leaf) -> bool:
-    """Whether tokens are multiplied with it."""
-    return leaf.param.matrix
-
-
-def expert(leaf: param.Leaf) -> bool:
-    return "experts" in leaf.axes
-
-
-def added(stack: Mapping[str, param.Leaf]) -> set[str]:
-    """Names of a layer's matrices whose outputs are only added to the residual stream, and read by nothing else in it:
-    the backward pass needs their inputs alone."""
-    if not {"down", "router"} & stack.keys():
-        # nothing follows the mixer
-        return {name for name, leaf in stack.items() if matrix(leaf) and leaf.param.axes.startswith("embed ")}
-    readers = {
-        "down": {"norm2_after", "mlp_after"},
-        "shared_down": {"norm2_after", "shared_router"},
-        "latent_up": set(),
-    }
-    return {name for name, after in readers.items() if name in stack and not after & stack.keys()}
-
-
-def recurrent(layer: Any) -> bool:
-    """Whether a layer's record is that of a recurrence."""
-    return hasattr(layer, "state")
-
-
-def matrix_states(layer: Any) -> list[tuple[int, int, int]]:
-    """Shapes of the states of a recurrent layer that are a matrix per head; its others are pasts of convolutions."""
-    return [shape for _, shape in layer.state if len(shape) == 3]

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..mesh import AXES, BATCH
-from . import flops, memory
+from . import activations, flops, memory
 from .chips import Chip
 from .figures import ATTENTION, HOST, LINK, MATMUL, PASSES, STREAM, UPDATE, USABLE, Figure
 from .generation import Generation, generation_figures, push_figures, server_bytes
-from .job import Job, entries
+from .job import Job
+from .leaves import entries
 
 TURNS = {"always": "which keeps weights and cache", "turns": "one at a time"}  # of `Generation.shares`
 
@@ -190,7 +191,7 @@ def time(job: Job, chip: Chip, state: memory.States | None = None) -> tuple[floa
     if job.critics_step and of_critic:
         updates += _update_s(job.critics_step, chip, of_critic)
         summing += _summing_s(job.critics_step, chip)
-    copies = job.used * sum(2 * memory.saved(j, "offload") for j in (job, job.critics_step) if j) / HOST
+    copies = job.used * sum(2 * activations.saved(j, "offload") for j in (job, job.critics_step) if j) / HOST
     total = max(compute + passing, overlapped, copies) + waits + summing + updates
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [

@@ -1,7 +1,7 @@
 """Memory and FLOPs of a vision tower in a training step.
 
 Its weights, and the arrays of patches, are exact. What it keeps for the backward pass is, in training, counted as that
-of layers is (`memory.values`); frozen it keeps its features alone.
+of layers is (`activations.values`); frozen it keeps its features alone.
 """
 
 import math
@@ -12,7 +12,7 @@ WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
 
 
 def saved(job: Job, place: str = "save") -> float:
-    """Bytes of a microbatch that a device keeps for the backward pass, `place` as in `memory.saved`."""
+    """Bytes of a microbatch that a device keeps for the backward pass, `place` as in `activations.saved`."""
     tower = job.vision
     if tower is None:
         return 0
