@@ -15,7 +15,7 @@ from areax.core import param
 from areax.models import lora
 from areax.models.attention.pattern import Pattern
 from areax.models.layer import Recurrent
-from areax.models.layers import blockwise, recurrence
+from areax.models.layers import recurrence
 from areax.parallel import experts, mesh
 from areax.parallel.planner import flops
 from areax.parallel.planner.job import Job
@@ -44,12 +44,6 @@ def subprograms(equation):
     leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, jaxprs.ClosedJaxpr | jaxprs.Jaxpr))
     found = [x for x in leaves if isinstance(x, jaxprs.ClosedJaxpr | jaxprs.Jaxpr)]
     return [x.jaxpr if isinstance(x, jaxprs.ClosedJaxpr) else x for x in found]
-
-
-@pytest.fixture(autouse=True)
-def pieces_of_one_size(monkeypatch):
-    """The loops over the pieces of experts become a single one, over whole blocks."""
-    monkeypatch.setattr(blockwise, "sizes", lambda block: range(block, block + 1, block))
 
 
 def job(config, length=T, **rest):

@@ -4,9 +4,8 @@ Intermediates stay in the core's cache, and tokens are gathered per piece: neith
 hidden layers are stored. Only the halves of the hidden layer before the activation are saved for the backward pass; the
 gradient of a routing weight is computed from the hidden layer, so expert outputs need not be saved.
 
-A piece is as many rows as an expert has on average, its last one fewer. Each size has a loop of its own: shapes are
-static, few padded rows are multiplied, and loops update their arrays in place, which the branches of a conditional
-do not.
+In training a piece has up to two blocks of rows, usually about as many as an expert has, rounded up to a quarter of a
+block. Each size has its own loop, which updates its arrays in place; XLA copies them in the branches of a conditional.
 """
 
 import functools
@@ -29,13 +28,21 @@ def mlps(x_AD, weight_AK, halves, down_EDF, plan: grouped.Plan, activation: Acti
     """Sum over a token's experts of weight * activation(x @ gate^T, x @ up^T) @ down^T, [A, D], in x's dtype; sums over
     experts, and over tokens in weight gradients, are in fp32 or wider. Pairs outside the plan contribute nothing.
 
+    Without gradients every product has a block of rows: in generation, the bits of a token's result must not depend on
+    how many other tokens choose its expert.
+
     Args:
       halves: the matrix [E, F, D] and the bias [E, F], or None, of gate and up; without a gate, only of up.
     """
-    return _forward(x_AD, weight_AK, halves, down_EDF, plan, activation)[0]
+    whole = lambda block: range(block, block + 1, block)
+    return _compute(x_AD, weight_AK, halves, down_EDF, plan, activation, whole)[0]
 
 
 def _forward(x_AD, weight_AK, halves, down_EDF, plan, activation):
+    return _compute(x_AD, weight_AK, halves, down_EDF, plan, activation, sizes)
+
+
+def _compute(x_AD, weight_AK, halves, down_EDF, plan, activation, sizes):
     K, R = weight_AK.shape[1], len(plan.pair_R)
     token_R = plan.pair_R // K
 
@@ -50,7 +57,8 @@ def _forward(x_AD, weight_AK, halves, down_EDF, plan, activation):
         return tuple(map(put, made, (*inner, activation(*inner) @ down_EDF[e].T)))
 
     empty = lambda size: jnp.zeros((R, size), x_AD.dtype)
-    *inner, out_RD = _by_pieces(piece, plan, (*(empty(down_EDF.shape[2]) for _ in halves), empty(x_AD.shape[1])))
+    start = *(empty(down_EDF.shape[2]) for _ in halves), empty(x_AD.shape[1])
+    *inner, out_RD = _by_pieces(piece, plan, sizes, start)
     inner = tuple(checkpoint_name(half_RF, "mlp_gate_up") for half_RF in inner)
     return grouped.combine(out_RD, weight_AK, plan), (x_AD, weight_AK, halves, down_EDF, plan, inner)
 
@@ -86,24 +94,24 @@ def _backward(activation, kept, dout_AD):
 
     weights = halves, down_EDF
     start = jnp.zeros((R, D), x_AD.dtype), jnp.zeros(R, wide), *_zeros(weights, wide)
-    dx_RD, dweight_R, *dweights = _by_pieces(piece, plan, start)
+    dx_RD, dweight_R, *dweights = _by_pieces(piece, plan, sizes, start)
     dx_AD = grouped.sums(dx_RD, plan.row_P.reshape(-1, K)).astype(x_AD.dtype)
     dweight_AK = grouped.take(dweight_R[:, None], plan.row_P).reshape(weight_AK.shape).astype(weight_AK.dtype)
     return dx_AD, dweight_AK, *jax.tree.map(lambda d, w: d.astype(w.dtype), tuple(dweights), weights), None
 
 
 def sizes(block: int) -> range:
-    """Rows that a piece may have, of experts whose rows are padded to whole blocks: up to two blocks, in quarters of a
-    block but at least 8."""
+    """Sizes of pieces in training: up to two blocks, in steps of a quarter of a block but at least 8 rows."""
     unit = max(block // 4, experts.BLOCKS[0])
     return range(unit, 2 * block + 1, unit)
 
 
-def _by_pieces(piece, plan: grouped.Plan, carry):
+def _by_pieces(piece, plan: grouped.Plan, sizes, carry):
     """Loops `piece(e, cut, put, carry) -> carry` over the pieces of all experts, from the smallest size to the largest.
 
     Args:
       piece: computes a piece of expert e: `cut(x_R)` returns its rows, `put(x_R, new_C)` replaces them.
+      sizes: of pieces, by the size of a block, as `sizes`.
     """
     each = sizes(len(plan.pair_R) // len(plan.expert_S))
     expert_T, row_T, begin = pieces(plan, each)
