@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from mixture import E, K
 
 from areax.core.param import LoRAWeight, merged
-from areax.models.layers import grouped, grouped_triton, mlp, moe
+from areax.models.layers import blockwise, grouped, grouped_triton, mlp, moe
 
 D, W = 12, 20
 compute, plan_of = jax.jit(moe.compute), jax.jit(grouped.plan, static_argnums=1)
+pieces_of = jax.jit(blockwise.pieces, static_argnums=1)
 
 
 def choices(kind, rng, A=40):
@@ -244,11 +245,35 @@ def test_sizes_that_the_kernel_for_gpus_cannot_cut_are_refused(monkeypatch):
     assert grouped.choose("triton", many, jnp.zeros((4, 32, 48))) == "triton"
 
 
-@pytest.mark.parametrize("tokens", [256, 1024, 4096])
-def test_work_is_that_of_the_chosen_experts(tokens):
-    """128 experts, 8 a token: rows computed against rows chosen."""
+@pytest.mark.parametrize("tokens, most", [(256, 1.3), (1024, 1.1), (4096, 1.1)])
+def test_work_is_that_of_the_chosen_experts(tokens, most):
+    """128 experts, 8 a token: rows computed against rows chosen, in whole blocks and in pieces."""
     rng = np.random.default_rng(0)
     index_AK = np.argsort(rng.random((tokens, 128)), -1)[:, :8]
     plan = plan_of(index_AK.reshape(-1), 128)
     block = len(plan.pair_R) // len(plan.expert_S)
     assert int(plan.used) * block <= 1.5 * index_AK.size
+    sizes = blockwise.sizes(block)
+    _, _, begin = pieces_of(plan, sizes)
+    assert np.dot(sizes, np.diff(begin)) <= most * index_AK.size
+
+
+@given(
+    st.lists(st.integers(0, 2600), min_size=4, max_size=4), st.integers(1, 4), st.sampled_from([(8, 90), (256, 9000)])
+)  # fmt: skip
+def test_every_row_is_in_one_piece_of_its_expert(counts, some, how):
+    """Experts of which some get no pair; rows of padding may be in a piece, those of another expert may not."""
+    block, P = how
+    expert_P = np.repeat(np.arange(4), np.array(counts) * (np.arange(4) < some))[:P]
+    plan = jax.tree.map(np.asarray, plan_of(np.pad(expert_P, (0, P - len(expert_P)), constant_values=-1), 4))
+    assert len(plan.pair_R) // len(plan.expert_S) == block
+    sizes = blockwise.sizes(block)
+    expert_T, row_T, begin = map(np.asarray, pieces_of(plan, sizes))
+    seen = np.zeros(len(plan.pair_R), int)
+    for i, rows in enumerate(sizes):
+        for t in range(begin[i], begin[i + 1]):
+            piece = slice(row_T[t], row_T[t] + rows)
+            assert row_T[t] + rows <= len(seen)
+            assert (plan.expert_S[np.arange(len(seen))[piece] // block] == expert_T[t]).all()
+            seen[piece] += 1
+    assert seen.max(initial=0) <= 1 and (seen[plan.pair_R < P] == 1).all()

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
       expert_S: expert of each block.
       used: number of blocks that are not empty.
       rows_E: rows of each expert, padding included; experts are contiguous, in order.
+      count_E: pairs of each expert, its rows without padding.
     """
 
     row_P: jax.Array
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     expert_S: jax.Array
     used: jax.Array
     rows_E: jax.Array
+    count_E: jax.Array
 
 
 def plan(expert_P, E: int, parts: int = 1) -> Plan:
@@ -60,8 +62,8 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
     row_P = jnp.zeros(P, jnp.int32).at[order_P].set(place_P.astype(jnp.int32))
     pair_R = jnp.full(S * block, P, jnp.int32).at[place_P].set(order_P.astype(jnp.int32), mode="drop")
     expert_S = jnp.searchsorted(end_E, jnp.arange(S), side="right").astype(jnp.int32)
-    rows_E = (blocks_E * block).astype(jnp.int32)
-    return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), end_E[-1].astype(jnp.int32), rows_E)
+    rows_E, used, count_E = (x.astype(jnp.int32) for x in (blocks_E * block, end_E[-1], count_E))
+    return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), used, rows_E, count_E)
 
 
 def _by_expert(expert_P, E: int):
