@@ -56,7 +56,7 @@ def linked(text: str, page: str, exists) -> str:
         found = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
         if found in REPOSITORY:
             on_site = f"repository/{found}"
-        elif PurePosixPath(found).parts[0] == "docs":
+        elif PurePosixPath(found).parts[0] == "docs" and PurePosixPath(found).suffix:
             on_site = found.removeprefix("docs/")
         elif exists(found):
             return words if f"`{found}`" in words or words == found else f"{words} (`{found}`)"
