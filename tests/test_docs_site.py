@@ -157,7 +157,8 @@ def test_the_examples_of_a_page_print_what_they_say(page, tmp_path):
 def test_a_broken_site_is_reported(tmp_path):
     """Links, anchors and what is fetched from elsewhere; names without an entry."""
     (tmp_path / "api").mkdir()
-    (tmp_path / "api" / "a.html").write_text('<h2 id="areax.core.packing.pack">pack</h2> <a href="../b.html#there">b</a>')
+    entry = '<h2 id="areax.core.packing.pack">pack</h2> <a href="../b.html#there">b</a>'
+    (tmp_path / "api" / "a.html").write_text(entry)
     body = '<a id="there" href="c.html">c</a><a href="api/a.html#no"></a><a href="https://x.org">x</a>'
     (tmp_path / "b.html").write_text(f'{body}<script src="https://x.org/x.js"></script><a href="#there"></a>')
     found = check.problems(tmp_path)

@@ -98,23 +98,23 @@ def _page(title: str, about: str, groups: Iterable[help.Group], positional: Iter
         if group.name:
             parts.append(f"## {group.name}\n\n{_plain(group.text)}")
         rows = [
-            f"| {_name(option, option.name in positional)} | {_default(option)} | {_plain(option.text)} |"
+            f"| {_name(option, option.name in positional)}<br>{_default(option)} | {_plain(option.text)} |"
             for option in group.options
         ]
-        parts.append(_table(("option", "default", ""), rows))
+        parts.append(_table(("option", ""), rows))
     return "\n\n".join(parts) + "\n"
 
 
 def _name(option: help.Option, positional: bool) -> str:
     values = option.values.replace("|", " or ").replace(",", ", ")
     name = option.name.upper() if positional else f"--{option.name}"
-    return f"`{name}`" + (f"<br>`{values}`" if values else "")
+    return f"`{name}`" + (f" `{values}`" if values else "")
 
 
 def _default(option: help.Option) -> str:
     if option.default is None:
         return "required"
-    return f"`{option.default}`" if option.default else "none"
+    return f"default: `{option.default}`" if option.default else "default: none"
 
 
 def _plain(text: str) -> str:
