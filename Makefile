@@ -14,6 +14,7 @@ wheel := .venv-wheel
 sglang := .venv-sglang
 peers := .venv-bench
 clients := .venv-clients
+site := .venv-docs
 
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -80,8 +81,20 @@ test: $(dev) ## run the tests, about 15 minutes on two cores
 
 .PHONY: test-docs
 test-docs: export XLA_FLAGS += $(fast)
-test-docs: $(dev) ## test that the guides, README's code and printed results work as shown, followed to the letter
+test-docs: $(dev) docs ## test that the guides, README's code and printed results work as shown, followed to the letter
 	$(py) -m pytest -q $(call marked,docs) $(both)
+
+.PHONY: docs
+docs: $(runtime) $(site)/.done ## build the documentation site into site/, without a warning, and check its links
+	$(py) tests/docs_site/options.py .cache/docs
+	NO_MKDOCS_2_WARNING=1 $(site)/bin/mkdocs build --strict
+	$(site)/bin/python tests/docs_site/check.py site
+
+$(site)/.done: tests/docs_site/requirements.txt
+	@echo "installing mkdocs into $(site): a minute, once"
+	@$(PYTHON) -m venv $(site)
+	@$(site)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)

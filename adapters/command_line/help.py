@@ -45,7 +45,7 @@ def first_screen(config: type, names: Sequence[str], prog: str, given: Any = Non
       names: of fields, dotted: "sampling.max_new_tokens".
       given: an instance whose values are the defaults.
     """
-    known = {option.name: option for group in _groups(config, given) for option in group.options}
+    known = {option.name: option for group in by_group(config, given) for option in group.options}
     chosen = [known[name.replace("_", "-")] for name in names]
     required = " ".join(f"--{option.name} {option.values}" for option in known.values() if option.default is None)
     heads = [f"--{option.name} {option.default or option.values}" for option in chosen]
@@ -60,7 +60,7 @@ def first_screen(config: type, names: Sequence[str], prog: str, given: Any = Non
 
 def names(config: type, given: Any = None) -> set[str]:
     """The names of all options, without dashes in front."""
-    return {option.name for group in _groups(config, given) for option in group.options}
+    return {option.name for group in by_group(config, given) for option in group.options}
 
 
 def all_options(config: type, prog: str, given: Any = None) -> str:
@@ -69,7 +69,7 @@ def all_options(config: type, prog: str, given: Any = None) -> str:
         text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * max(indent, 4), break_on_hyphens=False
     )
     blocks = [f"usage: {prog} [--OPTION VALUE ...]", "\n".join(wrapped(_documented(config)[0], 0))]
-    for group in _groups(config, given):
+    for group in by_group(config, given):
         lines = wrapped(f"{group.name}: {group.text}", 0) if group.name else []
         for option in group.options:
             default = "required" if option.default is None else f"default: {option.default or 'none'}"
@@ -78,6 +78,11 @@ def all_options(config: type, prog: str, given: Any = None) -> str:
             lines += wrapped(f"{option.text} ({default})", 8)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def by_group(config: type, given: Any = None) -> Iterator[Group]:
+    """All options by group, in the order of `all_options`."""
+    return _groups(config, given)
 
 
 def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: str = "") -> Iterator[Group]:
