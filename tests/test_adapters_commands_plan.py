@@ -501,8 +501,10 @@ def test_suggestions_say_what_they_try_and_simulate_no_eta_that_cannot_be_faster
         assert all(least <= suggest.BETTER * step_s for least, step_s in tried[:-1])
 
 
-@pytest.mark.parametrize("devices, words", [(6, "--devices 6"), (12, "--processes 2 --devices 6"),
-                                            (16, "--processes 2 --devices 8"), (48, "--processes 6 --devices 8")])  # fmt: skip
+@pytest.mark.parametrize(
+    "devices, words",
+    [(6, "--devices 6"), (12, "--processes 2 --devices 6"), (48, "--processes 6 --devices 8")],
+)
 def test_the_suggested_launch_has_all_devices_in_processes_of_equal_size(devices, words):
     job = SimpleNamespace(layout=SimpleNamespace(devices=devices))
     one = suggest.Suggestion(SimpleNamespace(job=job), 1.0, 1.0, servers=4, server_devices=1)

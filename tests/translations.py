@@ -1,9 +1,9 @@
 """Chinese pages beside their English ones: what lags behind, and the record of what was translated.
 
-docs/zh/X.md translates docs/X.md, in folders too (docs/zh/concepts/data.md), and docs/zh/README.md the README. The first
-line of a Chinese page is a comment with the first 8 hex digits of the SHA-256 of each section that it translates; a
-section is a heading and all text up to the next heading. A section of the English page whose hash is not there lags
-behind.
+docs/zh/X.md translates docs/X.md, in folders too (docs/zh/concepts/data.md), and docs/zh/README.md the README. The
+first line of a Chinese page is a comment with the first 8 hex digits of the SHA-256 of each section that it
+translates; a section is a heading and all text up to the next heading. A section of the English page whose hash is not
+there lags behind.
 
     python tests/translations.py                         # lists sections that lag behind, and pages without translation
     python tests/translations.py --done docs/zh/plan.md  # after translating: checks the page, then records the hashes
