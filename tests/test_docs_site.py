@@ -9,7 +9,7 @@ import pytest
 import servers
 import tiny
 import yaml
-from docs_site import check, options
+from docs_site import check, links, options
 
 from areax.adapters import cli
 from areax.adapters.command_line import help, parse
@@ -167,3 +167,26 @@ def test_a_broken_site_is_reported(tmp_path):
                          "b.html: fetches https://x.org/x.js"]  # fmt: skip
     assert "api: there is no entry of areax.core.packing.unpack" in found
     assert "api: there is no entry of areax.core.packing.pack" not in found
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "wanted"),
+    [
+        ("mesh.md", "[ten lines](../README.md#the-tree)", "[ten lines](repository/README.md#the-tree)"),
+        ("concepts/data.md", "[servers](../servers.md#keys)", "[servers](../servers.md#keys)"),
+        ("launch.md", "[the image](../Dockerfile)", "the image (`Dockerfile`)"),
+        ("launch.md", "[`Dockerfile`](../Dockerfile)", "`Dockerfile`"),
+        ("train-an-agent.md", "[agents](agents)", "agents (`docs/agents`)"),
+        ("repository/README.md", "[demo](docs/demo.md)", "[demo](../demo.md)"),
+        ("repository/README.md", "![drawing](docs/concepts/data.svg)", "![drawing](../concepts/data.svg)"),
+        ("repository/benchmarks/RESULTS.md", "[chips](CHIPS.md)", "[chips](CHIPS.md)"),
+        ("repository/docs/zh/README.md", "[eta](concepts/staleness.md)", "[eta](../../../zh/concepts/staleness.md)"),
+        ("zh/index.md", "[目录](README.md)", "[目录](../repository/docs/zh/README.md)"),
+        ("repository/benchmarks/RESULTS.md", "[moe](../docs/moe.md)", "[moe](../../moe.md)"),
+        ("demo.md", "[away](https://x.org), [here](#pictures)", "[away](https://x.org), [here](#pictures)"),
+        ("demo.md", "[nothing](../nothing.md)", "[nothing](../nothing.md)"),
+        ("demo.md", "```\n[code](../README.md)\n```", "```\n[code](../README.md)\n```"),
+    ],
+)
+def test_links_are_rewritten_for_the_site(page, link, wanted):
+    assert links.linked(link, page, lambda target: (ROOT / target).exists()) == wanted

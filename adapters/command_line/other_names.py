@@ -365,7 +365,10 @@ AREAL = Names(
             "`cluster.n_nodes`, `cluster.n_gpus_per_node`",
             "`--mesh.dp`, `--mesh.fsdp`, ...; `areax launch` for processes",
         ),
-        ("`scheduler.type` local, ray, slurm", "`areax launch`: on this machine, on a Ray cluster, or a file for Slurm"),
+        (
+            "`scheduler.type` local, ray, slurm",
+            "`areax launch`: on this machine, on a Ray cluster, or a file for Slurm",
+        ),
         ("`RolloutWorkflow.arun_episode`", "`--workflow`: runs as it is (docs/train-an-agent.md)"),
     ),
 )
