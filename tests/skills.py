@@ -19,8 +19,9 @@ def skill(file: Path) -> str:
         raise ValueError(f"{file}: must begin with front matter between lines of ---")
 
     def there(link: re.Match) -> str:
-        target = DOCS / link[1]
-        return f"]({os.path.relpath(target, file.parent)})" if target.exists() else link[0]
+        path, anchor = re.match(r"([^#]*)(.*)", link[1]).groups()
+        target = DOCS / path
+        return f"]({os.path.relpath(target, file.parent)}{anchor})" if path and target.exists() else link[0]
 
     page = (DOCS / f"{file.parent.name}.md").read_text()
     linked = re.sub(r"\]\(([^)]+)\)", there, page)

@@ -5,6 +5,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -507,6 +508,16 @@ def test_suggestions_say_what_they_try_and_simulate_no_eta_that_cannot_be_faster
     for tried in seen.values():
         assert all(least <= step_s * (1 + 1e-9) for least, step_s in tried)
         assert all(least <= suggest.BETTER * step_s for least, step_s in tried[:-1])
+
+
+@pytest.mark.parametrize(
+    "devices, words",
+    [(6, "--devices 6"), (12, "--processes 2 --devices 6"), (48, "--processes 6 --devices 8")],
+)
+def test_the_suggested_launch_has_all_devices_in_processes_of_equal_size(devices, words):
+    job = SimpleNamespace(layout=SimpleNamespace(devices=devices))
+    one = suggest.Suggestion(SimpleNamespace(job=job), 1.0, 1.0, servers=4, server_devices=1)
+    assert suggest._launch(one, CHIPS["h100"]) == f"areax launch {words} --servers 4 -- train ..."
 
 
 def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):

@@ -260,6 +260,8 @@ def test_a_skill_equals_its_page(file):
     assert text == skills.skill(file), "run `make skills`"
     matter = yaml.safe_load(text.split("---\n")[1])
     assert matter.keys() == {"name", "description"} and matter["name"] == file.parent.name
+    links = re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.S))
+    assert [link for link in links if not (file.parent / link).exists()] == []
     assert 0 < len(matter["description"]) <= 1024
     for link in re.findall(r"\]\(([^):#]+)\)", BLOCK.sub("", text)):
         assert (file.parent / link).exists(), link

@@ -42,12 +42,13 @@ def pages(entry) -> list[str]:
 def test_every_page_is_in_the_navigation_once():
     named = pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
     own = [page for page in named if not page.startswith(("options/", "repository/"))]
-    assert sorted(own) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
     assert sorted(page for page in named if page.startswith("options/")) == sorted(
         f"options/{name}" for name in options.pages()
     )
     others = [page.removeprefix("repository/") for page in named if page.startswith("repository/")]
     assert others and all((ROOT / page).is_file() for page in others)
+    own += [page.removeprefix("docs/") for page in others if page.startswith("docs/")]
+    assert sorted(own) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
     assert len(named) == len(set(named))
 
 
@@ -179,6 +180,8 @@ def test_a_broken_site_is_reported(tmp_path):
         ("repository/README.md", "[demo](docs/demo.md)", "[demo](../demo.md)"),
         ("repository/README.md", "![drawing](docs/concepts/data.svg)", "![drawing](../concepts/data.svg)"),
         ("repository/benchmarks/RESULTS.md", "[chips](CHIPS.md)", "[chips](CHIPS.md)"),
+        ("repository/docs/zh/README.md", "[eta](concepts/staleness.md)", "[eta](../../../zh/concepts/staleness.md)"),
+        ("zh/index.md", "[目录](README.md)", "[目录](../repository/docs/zh/README.md)"),
         ("repository/benchmarks/RESULTS.md", "[moe](../docs/moe.md)", "[moe](../../moe.md)"),
         ("demo.md", "[away](https://x.org), [here](#pictures)", "[away](https://x.org), [here](#pictures)"),
         ("demo.md", "[nothing](../nothing.md)", "[nothing](../nothing.md)"),

@@ -4,6 +4,8 @@ A section that lags behind its English one does not fail: it is told as an expec
 `python tests/translations.py`. tests/translations.py says how a page is translated and recorded.
 """
 
+import re
+
 import pytest
 import translations
 
@@ -11,7 +13,7 @@ PAGE = "# One\n\nSee [it](#two), `--rows 8`.\n\n```\nls # here\n```\n\n## Two\n\
 SAME = "# 一\n\n见[它](#two)、`--rows 8`。\n\n```\nls # here\n```\n\n## 二\n\n| 甲 | 乙 |\n|---|---|\n| `1` | 2 |\n"
 
 
-@pytest.fixture(params=translations.pages(), ids=lambda page: page.name)
+@pytest.fixture(params=translations.pages(), ids=lambda page: page.relative_to(translations.FOLDER).as_posix())
 def page(request):
     return request.param
 
@@ -28,6 +30,12 @@ def test_links_lead_to_chinese_pages_where_there_are_any(page):
 def test_a_page_is_up_to_date(page):
     if lines := translations.lagging(page):
         pytest.xfail("\n".join(lines))
+
+
+@pytest.mark.parametrize("drawing", sorted(translations.FOLDER.rglob("*.svg")), ids=lambda drawing: drawing.name)
+def test_a_drawing_differs_from_the_english_one_in_its_words_alone(drawing):
+    shapes = [re.sub(r">[^<]*<", "><", file.read_text()) for file in (drawing, translations.english(drawing))]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.fixture
@@ -51,6 +59,23 @@ def test_done_records_the_page_and_adjusts_its_links(pair, capsys):
     assert translations.main() == 0  # changes nothing
     assert page.read_text().endswith(SAME.replace("#two", "#二"))
     assert capsys.readouterr().out == "no section lags behind\nwithout translation: none\n"
+
+
+def test_pages_in_folders_link_to_each_other(pair, monkeypatch):
+    """Also to the English page's pictures, which have no Chinese copy."""
+    english, page = pair
+    source, inner = english.parent / "concepts" / "inner.md", page.parent / "concepts" / "inner.md"
+    for file, text in [
+        (source, "# Inner\n\n![a drawing](inner.svg) of [the page](../page.md#two)\n"),
+        (source.with_suffix(".svg"), "<svg/>"),
+        (inner, "# 内层\n\n![示意图](inner.svg)，[该页](../page.md#two)\n"),
+    ]:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr("sys.argv", ["translations.py", "--done", str(inner)])
+    assert translations.main() == 0
+    assert "[English](../../concepts/inner.md)" in inner.read_text()
+    assert "![示意图](../../concepts/inner.svg)，[该页](../page.md#二)" in inner.read_text()
 
 
 def test_a_changed_section_lags_behind_and_only_its_code_and_heading_are_compared(pair):

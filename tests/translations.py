@@ -1,8 +1,9 @@
 """Chinese pages beside their English ones: what lags behind, and the record of what was translated.
 
-docs/zh/X.md translates docs/X.md, and docs/zh/README.md the README. The first line of a Chinese page is a comment with
-the first 8 hex digits of the SHA-256 of each section that it translates; a section is a heading and all text up to the
-next heading. A section of the English page whose hash is not there lags behind.
+docs/zh/X.md translates docs/X.md, in folders too (docs/zh/concepts/data.md), and docs/zh/README.md the README. The
+first line of a Chinese page is a comment with the first 8 hex digits of the SHA-256 of each section that it
+translates; a section is a heading and all text up to the next heading. A section of the English page whose hash is not
+there lags behind.
 
     python tests/translations.py                         # lists sections that lag behind, and pages without translation
     python tests/translations.py --done docs/zh/plan.md  # after translating: checks the page, then records the hashes
@@ -56,19 +57,20 @@ class Section:
 
 def pages() -> list[Path]:
     """The Chinese pages that translate an English one."""
-    return [page for page in sorted(FOLDER.glob("*.md")) if page.name != GLOSSARY]
+    return [page for page in sorted(FOLDER.rglob("*.md")) if page.name != GLOSSARY]
 
 
 def english(page: Path) -> Path:
     """The page that a Chinese page translates; other pages as they are."""
-    if page.parent != FOLDER or page.name == GLOSSARY:
+    if not page.is_relative_to(FOLDER) or page.name == GLOSSARY:
         return page
-    return ROOT / page.name if page.name == "README.md" else ROOT / "docs" / page.name
+    place = page.relative_to(FOLDER)
+    return ROOT / place if place == Path("README.md") else FOLDER.parent / place
 
 
 def translation(page: Path) -> Path:
     """The Chinese page of an English page if there is one, else the page."""
-    chinese = FOLDER / page.name
+    chinese = FOLDER / (page.relative_to(FOLDER.parent) if page.is_relative_to(FOLDER.parent) else page.name)
     return chinese if chinese.exists() and english(chinese) == page else page
 
 
@@ -174,7 +176,7 @@ def record(page: Path) -> None:
     first = f"<!-- 译自 {source.relative_to(ROOT).as_posix()}，各节 sha256 前 8 位：{hashes} -->"
     text = page.read_text()
     body = text[re.search(r"^# ", text, re.M).start() :]
-    page.write_text(f"{first}\n\n[English]({os.path.relpath(source, FOLDER)})\n\n{body}")
+    page.write_text(f"{first}\n\n[English]({os.path.relpath(source, page.parent)})\n\n{body}")
 
 
 def adjust_links(page: Path) -> None:
@@ -199,7 +201,8 @@ def main() -> int:
     for page in pages() if done else []:
         adjust_links(page)
     print("\n".join(line for page in pages() for line in lagging(page)) or "no section lags behind")
-    missing = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if translation(page) == page]
+    english_pages = [page for page in sorted(FOLDER.parent.rglob("*.md")) if not page.is_relative_to(FOLDER)]
+    missing = [page.relative_to(FOLDER.parent).as_posix() for page in english_pages if translation(page) == page]
     print("without translation:", ", ".join(missing) or "none")
     return 0
 

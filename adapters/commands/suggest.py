@@ -131,8 +131,9 @@ def _row(one: Suggestion, mesh: Layout, remat: Any) -> dict:
 def _launch(one: Suggestion, chip: Chip) -> str:
     """The command that divides the devices like this, without the recipe and its options."""
     devices, each = one.found.job.layout.devices, one.server_devices
-    words = [f"--processes {devices // chip.near}"] if devices > chip.near else []
-    words += [f"--devices {min(devices, chip.near)}", f"--servers {one.servers}"]
+    processes = next(n for n in range(-(-devices // chip.near), devices + 1) if devices % n == 0)  # of equal size
+    words = [f"--processes {processes}"] if processes > 1 else []
+    words += [f"--devices {devices // processes}", f"--servers {one.servers}"]
     words += [f"--server.mesh.tp {each}"] if each > 1 else []
     return f"areax launch {' '.join(words)} -- train ..."
 
