@@ -1,4 +1,4 @@
-"""Which models fit on which devices, by `areax plan`: writes docs/devices.md and the table of README.
+"""Which models fit on which devices, by `areax plan`: writes docs/devices.md and the table of README, also the Chinese.
 
 `make device-table` runs it. Each cell follows the plan's own suggestions: `--rows auto`, and the options that make it
 fit.
@@ -41,6 +41,7 @@ MODELS = {  # as published
 }  # fmt: skip
 CHIPS, DEVICES = ("h100", "h200", "v5p", "v6e"), (1, 8, 64)
 HEAD = "| model | options beside `--model` and `--length 4096` | tokens/s per device |\n|---|---|---|\n"
+READMES = ("README.md", "docs/zh/README.md")
 START, END = "<!-- written by make device-table -->", "<!-- end -->"
 
 
@@ -116,7 +117,8 @@ def summary(made) -> str:
 
 def main() -> int:
     made = rows()
-    for file, text in (("README.md", summary(made)), ("docs/devices.md", HEAD + "\n".join(lines(made)) + "\n")):
+    page = HEAD + "\n".join(lines(made)) + "\n"
+    for file, text in (*((readme, summary(made)) for readme in READMES), ("docs/devices.md", page)):
         before, rest = (ROOT / file).read_text().split(START)
         (ROOT / file).write_text(f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}")
     return 0

@@ -22,8 +22,9 @@ def written():
     return found
 
 
-def test_readme_has_the_speeds_of_the_page():
-    pages, readme = written(), (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("file", device_table.READMES)
+def test_readme_has_the_speeds_of_the_page(file):
+    pages, readme = written(), (ROOT / file).read_text()
     assert len(pages) > 50
     for name in MODELS:
         cells = re.search(rf"^\| {re.escape(name)} \| (.+) \|$", readme, re.M).group(1).split(" | ")

@@ -17,6 +17,7 @@ WRITTEN_BY_THE_READER = {"models/arcee.py"}  # docs/add-a-family.md
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/zh").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     ROOT / "examples" / "README.md",
 ]

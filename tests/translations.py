@@ -1,0 +1,208 @@
+"""Chinese pages beside their English ones: what lags behind, and the record of what was translated.
+
+docs/zh/X.md translates docs/X.md, and docs/zh/README.md the README. The first line of a Chinese page is a comment with
+the first 8 hex digits of the SHA-256 of each section that it translates; a section is a heading and all text up to the
+next heading. A section of the English page whose hash is not there lags behind.
+
+    python tests/translations.py                         # lists sections that lag behind, and pages without translation
+    python tests/translations.py --done docs/zh/plan.md  # after translating: checks the page, then records the hashes
+
+`--done` also makes the links of all Chinese pages lead to Chinese pages and their headings where these exist, so a
+translator may keep the English page's links. docs/zh/glossary.md has the terms, and translates no page.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER, GLOSSARY = ROOT / "docs" / "zh", "glossary.md"
+CODE = re.compile(r"^```.*?^```$|^    .*?$", re.S | re.M)
+LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
+
+
+@dataclass(frozen=True)
+class Section:
+    level: int
+    title: str
+    text: str  # with the heading
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.text.strip().encode()).hexdigest()[:8]
+
+    @property
+    def anchor(self) -> str:
+        """As GitHub makes it from the heading."""
+        return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+
+    def code(self) -> list[str]:
+        return CODE.findall(self.text)
+
+    def inline_code(self) -> list[str]:
+        return sorted(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", CODE.sub("", self.text)))
+
+    def links(self) -> list[str]:
+        return LINK.findall(CODE.sub("", self.text))
+
+    def table_rows(self) -> list[str]:
+        rows = re.findall(r"^\|.*", CODE.sub("", self.text), re.M)
+        return [f"a row of {len(row.split('|')) - 2}" for row in rows]
+
+
+def pages() -> list[Path]:
+    """The Chinese pages that translate an English one."""
+    return [page for page in sorted(FOLDER.glob("*.md")) if page.name != GLOSSARY]
+
+
+def english(page: Path) -> Path:
+    """The page that a Chinese page translates; other pages as they are."""
+    if page.parent != FOLDER or page.name == GLOSSARY:
+        return page
+    return ROOT / page.name if page.name == "README.md" else ROOT / "docs" / page.name
+
+
+def translation(page: Path) -> Path:
+    """The Chinese page of an English page if there is one, else the page."""
+    chinese = FOLDER / page.name
+    return chinese if chinese.exists() and english(chinese) == page else page
+
+
+def sections(page: Path) -> list[Section]:
+    """The sections of a page, without what stands before its first heading."""
+    found: list[tuple[int, str, list[str]]] = []
+    in_code = False
+    for line in page.read_text().splitlines(keepends=True):
+        in_code ^= line.startswith("```")
+        heading = re.match(r"(#+) (.*)", line)
+        if heading and not in_code:
+            found.append((len(heading[1]), heading[2], []))
+        if found:
+            found[-1][2].append(line)
+    return [Section(level, title, "".join(lines)) for level, title, lines in found]
+
+
+def anchors(page: Path) -> list[str]:
+    return [section.anchor for section in sections(page)]
+
+
+def recorded(page: Path) -> set[str]:
+    """The hashes on the first line of a Chinese page."""
+    return set(re.findall(r"\b[0-9a-f]{8}\b", page.read_text().partition("\n")[0]))
+
+
+def lagging(page: Path) -> list[str]:
+    """One line for each section of the English page that a Chinese page does not translate as it is now."""
+    here, source = (path.relative_to(ROOT) for path in (page, english(page)))
+    changed = [section.title for section in sections(english(page)) if section.hash not in recorded(page)]
+    return [f"{here} lags behind {source}: section '{title}' changed" for title in changed]
+
+
+def differences(page: Path, everything: bool = False) -> list[str]:
+    """One line for each place where a Chinese page is not built like its English page.
+
+    Headings and code must always be equal. Inline code, links and rows of tables are compared in sections that do not
+    lag behind, or in all.
+    """
+    here, source = page.relative_to(ROOT).as_posix(), english(page).relative_to(ROOT).as_posix()
+    theirs, ours = sections(english(page)), sections(page)
+    if [section.level for section in theirs] != [section.level for section in ours]:
+        outline = [f"{'#' * section.level} {section.title}" for section in ours]
+        return [f"{here}: must have the headings of {source}, in number, order and levels, got {outline}"]
+    found = []
+    for old, new in zip(theirs, ours, strict=True):
+        pairs = [("code blocks", old.code(), new.code())]
+        if everything or old.hash in recorded(page):
+            pairs += [
+                ("pieces of inline code", old.inline_code(), new.inline_code()),
+                ("links", sorted(target(link, english(page)) for link in old.links()),
+                 sorted(target(link, page) for link in new.links())),
+                ("table rows", old.table_rows(), new.table_rows()),
+            ]  # fmt: skip
+        for name, wanted, got in pairs:
+            if wanted != got:
+                change = f"missing {without(wanted, got)}, added {without(got, wanted)}"
+                found.append(f"{here}, section '{new.title}': {name} must be those of {source}, {change}")
+    return found
+
+
+def without(some: list[str], others: list[str]) -> list[str]:
+    """What is more often in one list than in another."""
+    return [item for item in dict.fromkeys(some) for _ in range(some.count(item) - others.count(item))]
+
+
+def target(link: str, page: Path) -> str:
+    """Where a link leads, as an English page, from the root; on a Chinese page it may be written as on the English."""
+    path, hash_sign, anchor = link.partition("#")
+    if "://" in link:
+        return link
+    places = [(folder / path).resolve() for folder in (page.parent, english(page).parent)]
+    file = page if not path else next((place for place in places if place.exists()), places[0])
+    if anchor:
+        anchor = dict(zip(anchors(file), anchors(english(file)), strict=False)).get(anchor, anchor)
+    return english(file).relative_to(ROOT).as_posix() + hash_sign + anchor
+
+
+def chinese_link(link: str, page: Path) -> str:
+    """A link of a Chinese page, to the Chinese page where there is one.
+
+    Raises:
+      ValueError: there is no heading for its anchor.
+    """
+    if "://" in link:
+        return link
+    path, hash_sign, anchor = target(link, page).partition("#")
+    file = translation(ROOT / path)
+    if anchor:
+        there = dict(zip(anchors(ROOT / path), anchors(file), strict=False))
+        if anchor not in there:
+            raise ValueError(
+                f"{page.relative_to(ROOT)}: {path} must have a heading for the link {link}, got {[*there]}"
+            )
+        anchor = there[anchor]
+    return (os.path.relpath(file, page.parent) if file != page or not anchor else "") + hash_sign + anchor
+
+
+def record(page: Path) -> None:
+    """Writes which sections a Chinese page translates, and a link to the English page, before its first heading."""
+    source = english(page)
+    hashes = " ".join(section.hash for section in sections(source))
+    first = f"<!-- 译自 {source.relative_to(ROOT).as_posix()}，各节 sha256 前 8 位：{hashes} -->"
+    text = page.read_text()
+    body = text[re.search(r"^# ", text, re.M).start() :]
+    page.write_text(f"{first}\n\n[English]({os.path.relpath(source, FOLDER)})\n\n{body}")
+
+
+def adjust_links(page: Path) -> None:
+    """Makes the links of a Chinese page lead to Chinese pages where there are any."""
+    head, heading, body = page.read_text().partition("\n# ")
+    parts = re.split(f"({CODE.pattern})", body, flags=CODE.flags)
+    parts[::2] = [LINK.sub(lambda link: chinese_link(link[0], page), part) for part in parts[::2]]
+    page.write_text(head + heading + "".join(parts))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--done", nargs="+", type=Path, default=[], metavar="PAGE", help="Chinese pages")
+    done = [page.resolve() for page in parser.parse_args().done]
+    wrong = [f"{page}: must be a page of docs/zh that translates one of docs" for page in done if page not in pages()]
+    wrong = wrong or [line for page in done for line in differences(page, everything=True)]
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
+    for page in done:
+        record(page)
+    for page in pages() if done else []:
+        adjust_links(page)
+    print("\n".join(line for page in pages() for line in lagging(page)) or "no section lags behind")
+    missing = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if translation(page) == page]
+    print("without translation:", ", ".join(missing) or "none")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
