@@ -35,7 +35,7 @@ help: ## list the targets
 .PHONY: install
 install: $(dev) ## install areax (editable) and everything its tests need into .venv
 
-$(runtime): pyproject.toml setup.py constraints.txt
+$(runtime): pyproject.toml setup.py __init__.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: areax needs Python 3.11 or newer, $(PYTHON) is older; make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "installing areax into $(venv): a minute or two, once"
@@ -213,3 +213,15 @@ lint: $(dev) ## run ruff and mypy
 .PHONY: skills
 skills: ## generate .agents/skills from the guides in docs/
 	$(PYTHON) tests/skills.py
+
+.PHONY: version-table
+version-table: $(dev) ## write to docs/releases.md which versions continuous integration tests together
+	$(py) tests/version_table.py
+
+.PHONY: hooks
+hooks: ## have git check commit messages: links tests/commit_message.py as its commit-msg hook
+	@ln -s ../../tests/commit_message.py "$$(git rev-parse --git-path hooks)/commit-msg"
+
+.PHONY: release
+release: $(dev) ## check, build, commit and tag a version on main, without pushing it: make release VERSION=x.y.z
+	@$(py) tests/release.py "$(VERSION)"

@@ -254,7 +254,8 @@ def test_a_skill_equals_its_page(file):
 
 
 def test_every_guide_is_a_skill_and_is_linked_from_readme_and_agents():
-    guides = {file.stem for file in skills.DOCS.glob("*.md") if re.match(r"(add|train|write)-", file.name)}
+    verbs = "add|commit|create|debug|review|train|translate|upgrade|write"
+    guides = {file.stem for file in skills.DOCS.glob("*.md") if re.match(rf"({verbs})-", file.name)}
     assert guides == {file.parent.name for file in skills.SKILLS.glob("*/SKILL.md")}
     for file in ("README.md", "AGENTS.md"):
         text = (skills.ROOT / file).read_text()

@@ -1,0 +1,46 @@
+"""The tables of tested versions in docs/releases.md are those of the files that continuous integration uses."""
+
+import re
+
+import version_table
+
+PAGE = version_table.PAGE.read_text()
+
+
+def rows(text):
+    """{first cell: the others}."""
+    lines = re.findall(r"^\| (.*) \|$", text, re.M)
+    return {first: rest for first, *rest in (line.split(" | ") for line in lines)}
+
+
+def test_the_page_is_up_to_date():
+    assert version_table.write(PAGE) == PAGE, "run `make version-table`"
+
+
+def test_cells_are_what_the_files_say():
+    found = rows(version_table.tables())
+    constraints, server = (
+        (version_table.ROOT / file).read_text() for file in ("constraints.txt", "tests/sglang_cpu/requirements.txt")
+    )
+    for name in version_table.PACKAGES:
+        _, tested, beside = found[name]
+        for text, version in ((constraints, tested), (server, beside)):
+            assert (f"\n{name.lower()}=={version}\n" in text) if version != "-" else f"\n{name.lower()}==" not in text
+    project = (version_table.ROOT / "pyproject.toml").read_text()
+    allowed = {name: found[name][0] for name in version_table.PACKAGES if found[name][0] != "-"}
+    assert {"jax", "transformers", "torch", "SGLang"} <= allowed.keys()
+    assert [name for name, needs in allowed.items() if f'"{name.lower()}{needs}"' not in project] == []
+    assert f'requires-python = "{found["Python"][0]}"' in project
+    workflow = (version_table.ROOT / ".github/workflows/ci.yml").read_text()
+    pythons = ", ".join(f'"{version}"' for version in found["Python"][1].split(", "))
+    assert f"python: [{pythons}]" in workflow and found["Python"][1] == found["test"][0]
+    assert found["test"][1] == "`make test test-wheel test-clients`"
+    assert "demo-controls" in found["`.ci/run`"][1] and "test-sglang" in found["`.ci/run`"][1]
+
+
+def test_versions_that_are_allowed_include_those_that_are_tested():
+    number = lambda version: tuple(int(part) for part in re.findall(r"\d+", version))
+    for name in version_table.PACKAGES:
+        needs, tested, _ = rows(version_table.tables())[name]
+        if "-" not in (needs, tested):
+            assert number(tested) >= number(needs.removeprefix(">=")), name

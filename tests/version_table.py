@@ -1,0 +1,88 @@
+"""Writes which versions are tested together to docs/releases.md: `make version-table`.
+
+They are those of the files that continuous integration installs from and runs.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "releases.md"
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "tokenizers",
+    "torch",
+    "trl",
+    "peft",
+    "SGLang",
+)
+BEGIN, END = "<!-- written by make version-table -->\n", "<!-- end of what make version-table writes -->\n"
+
+
+def pinned(file: str) -> dict[str, str]:
+    """{distribution: version} of a file of requirements."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.M))
+
+
+def required() -> dict[str, str]:
+    """{distribution: the versions that pyproject.toml allows}."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    every = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    found = (re.fullmatch(r"([\w.-]+)(?:\[.*\])?(\S*)", line) for line in every)
+    return {"Python": project["requires-python"]} | {match[1]: match[2] for match in found if match}
+
+
+def jobs() -> dict[str, tuple[list[str], list[str]]]:
+    """{job of the workflow: (its versions of Python, the make targets that it runs)}."""
+    found = {}
+    for name, job in yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].items():
+        steps = job["steps"]
+        (python,) = (step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", ""))
+        versions = job["strategy"]["matrix"]["python"] if "matrix" in python else [python]
+        found[name] = versions, re.findall(r"^make (.+)$", "\n".join(step.get("run", "") for step in steps), re.M)
+    return found
+
+
+def parts() -> list[str]:
+    """The make targets that .ci/run runs, in its order."""
+    text = (ROOT / ".ci" / "run").read_text()
+    (first,), (last,) = (
+        re.findall(r'^parts="(.*)"$', text, re.M),
+        re.findall(r"^for part in \$parts (.*); do$", text, re.M),
+    )
+    return f"{first} {last}".split()
+
+
+def tables() -> str:
+    """A row for each package, and one for each job."""
+    needs, tested, server = required(), pinned("constraints.txt"), pinned("tests/sglang_cpu/requirements.txt")
+    tests, sglang = jobs()["test"][0], jobs()["sglang"][0]
+    rows = [("", "pyproject.toml allows", "tested", "in SGLang's environment"), ("---",) * 4]
+    rows.append(("Python", needs["Python"], ", ".join(tests), ", ".join(sglang)))
+    for name in PACKAGES:
+        lower = name.lower()
+        rows.append((name, needs.get(lower, "-"), tested.get(lower, "-"), server.get(lower, "-")))
+    rows += [(), ("job", "Python", "runs"), ("---",) * 3]
+    for job, (versions, targets) in jobs().items():
+        rows.append((job, ", ".join(versions), f"`make {' '.join(targets)}`"))
+    rows.append(("`.ci/run`", "that of the machine", f"`make {' '.join(parts())}`"))
+    lines = "".join(f"| {' | '.join(row)} |\n" if row else "\n" for row in rows)
+    return lines.replace("|  |", "| |").replace("| --- ", "|---").replace("--- |", "---|")
+
+
+def write(page: str) -> str:
+    """The page with the tables of the files as they are."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write(PAGE.read_text()))
