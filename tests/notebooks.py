@@ -36,7 +36,7 @@ def execute(notebook: Path, folder: Path) -> nbformat.NotebookNode:
     subprocess.run([sys.executable, "-c", "import matplotlib.pyplot"], env=environment, check=True, capture_output=True)
     book = nbformat.read(notebook, as_version=4)
     client = NotebookClient(
-        book, timeout=300, kernel_name="python3", record_timing=False, coalesce_streams=True,
+        book, timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )  # fmt: skip
     manager = client.create_kernel_manager()
