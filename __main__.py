@@ -1,10 +1,13 @@
 """Entry of the command line; where packages are missing it still runs `areax doctor`, which names them."""
 
+import faulthandler
+import signal
 import sys
 
 
 def main() -> int:
-    """Runs `areax ARGUMENTS`; returns the exit code."""
+    """Runs `areax ARGUMENTS`; returns the exit code. At SIGUSR1 the process prints the stacks of its threads."""
+    faulthandler.register(signal.SIGUSR1, file=2)
     try:
         from .adapters import cli
     except ImportError as error:

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from ..core.step import State
 from ..parallel import offload
+from ..parallel.multihost import agreement
 from . import hf, safetensors
 from .runtime.atomic_dir import sync_tree
 
@@ -63,7 +64,8 @@ class Store:
           state: a `State`, or a dictionary of States and other trees of arrays.
 
         Raises:
-          ValueError: the state has numbers that are not finite; it is not saved, so that the last good one stays.
+          ValueError: the state has numbers that are not finite, or processes of the job hold different replicas; it is
+            not saved, so that the last good one stays.
           RuntimeError: the version, or a later one, is already saved.
           OSError: the state saved before could not be written.
         """
@@ -76,6 +78,7 @@ class Store:
         if bad := _not_finite(tree):
             last = "no state was saved before" if self.latest is None else f"the newest good state is {self.latest}"
             raise ValueError(f"{self.path}: version {version} is not saved, {bad}; {last}")
+        agreement.replicas("a state that is to be saved", tree)
         about = {"cursor": cursor, "arrays": _described(tree)}
         directory = self.path / f".{version}{WRITING}"
         self._checkpointer.save(

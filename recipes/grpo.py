@@ -19,14 +19,14 @@ import jax
 
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
-from areax.adapters.command_line.options import UNPREFIXED, json_object
+from areax.adapters.command_line.options import UNPREFIXED, flat, json_object
 from areax.adapters.data import images
 from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.models import paging
 from areax.parallel import turns
-from areax.parallel.multihost import lockstep, processes
+from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes.shared import (
     common,
     describe,
@@ -122,13 +122,13 @@ def main(config: Config, rows: Any = None) -> dict:
     with processes.job() as index, ending.stop_signal() as stop:
         if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
+        agreement.same("options", **vars(flat(config)))
         tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
         processor = images.of_model(config.model)
         prompts, heldout, seen = read(config, tokens, processor, rows) if index == 0 else (None, {}, False)
         data = prompts, heldout
-        processes.same("options", config)
         config = with_vision(config, processes.anyone(seen and processor is not None)[0])
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary

@@ -1,5 +1,6 @@
 """What the processes of test_parallel_multihost_processes.py run: python job_program.py FUNCTION ARGUMENTS."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -15,7 +16,7 @@ from areax.adapters.command_line.options import replaced
 from areax.core import losses, optim, param, step
 from areax.models import lora
 from areax.parallel import batches, mesh, rules
-from areax.parallel.multihost import lockstep, processes
+from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes import grpo
 from areax.recipes.shared import common, learner, trainer
 from areax.rollout.types import Completion, sampled
@@ -134,6 +135,57 @@ def fail(folder: str) -> None:
     with processes.failing_together(lambda: (Path(folder) / f"{jax.process_index()}.saved").touch()):
         if jax.process_index() == 1:
             raise OSError("no such row")
+
+
+def disagree(folder: str) -> dict[str, str]:
+    """What the consistency checks say about values that process 1 may have otherwise; "" if nothing."""
+    other = jax.process_index() == 1
+    on = mesh.make(mesh.Layout(dp=4))
+    spec = lambda *axes: jax.NamedSharding(on, jax.P(*axes))
+
+    def array(sharding, wrong):
+        """Of eight numbers; the wrong device has others in its part."""
+        part = sharding.shard_shape((8,))
+        own = [jax.device_put(np.arange(*part) + 9 * (d == wrong), d) for d in jax.local_devices()]
+        return jax.make_array_from_single_device_arrays((8,), sharding, own)
+
+    rows = [{"prompt": f"{i}+1", "answer": "x" * 300} for i in range(50)]
+    changed = [*rows[:7], {"prompt": "7+1", "answer": "x" * 200 + "y" + "x" * 99}, *rows[8:]]
+    numbers, last = np.arange(4000), jax.devices()[-1]
+    pair = {"a": array(spec(), None), "b": array(spec("dp"), None)}
+    checks = {
+        "nothing": lambda: agreement.same("values", rows=rows, numbers=numbers, optim=GENTLE, surrogate=lambda x: x),
+        "option": lambda: agreement.same("options", optim=GENTLE if other else PLAIN, steps=3),
+        "row": lambda: agreement.same("rows", rows=changed if other else rows),
+        "array": lambda: agreement.same("arrays", x={"numbers": numbers + other * (numbers == 3000)}),
+        "type": lambda: agreement.same("types", loss=Other() if other else One()),
+        "order": lambda: agreement.same("fields", **({"a": 1, "b": 2} if other else {"b": 2, "a": 1})),
+        "absent": lambda: agreement.same("fields", **({"a": 1} if other else {"a": 1, "b": 2})),
+        "equal replicas": lambda: agreement.replicas("arrays", pair),
+        "one replica": lambda: agreement.replicas("arrays", {**pair, "c": [array(spec(), last)]}),
+        "no replicas": lambda: agreement.replicas("arrays", {"b": array(spec("dp"), last)}),
+        "state": lambda: store.save(1, {"c": array(spec(), last)}),
+    }
+
+    def said(check):
+        try:
+            check()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    with orbax.open_store(folder) as store:
+        return {name: said(check) for name, check in checks.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class One:
+    x: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    x: int = 1
 
 
 def growth(work):

@@ -113,3 +113,25 @@ def test_the_page_of_models_lists_every_family():
     page = (GUIDE.parent / "models.md").read_text().partition("\n## ")[0]
     listed = [name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)]
     assert sorted(listed) == sorted(models.FAMILIES)
+
+
+def test_the_tests_of_the_checklist_exist():
+    """Each is a function of the file that is named last."""
+    listed = GUIDE.read_text().partition("## 6.")[2]
+    defined, file = [], ""
+    for name, test in re.findall(r"`((?:sglang/)?test_\w+\.py)?(?:::(test_\w+))?`", listed):
+        file = name or file
+        source = (Path(__file__).parent / file).read_text()
+        assert not test or f"\ndef {test}(" in source, f"{file}::{test}"
+        defined += [test] if test else []
+    assert len(defined) >= 40 and len(set(defined)) >= 38
+
+
+def test_tests_that_take_all_families_take_all():
+    """Those of the checklist's rows that say "all" read the list of families, and so do not miss a new one."""
+    rows = re.findall(r"^\| .* \| .* \| (.*) \| (.*) \|$", GUIDE.read_text().partition("## 6.")[2], re.M)
+    files = {re.findall(r"`([\w/]+\.py)", tests)[0] for tests, takes in rows if takes.startswith("all")}
+    assert len(files) >= 6
+    for file in files:
+        source = (Path(__file__).parent / file).read_text()
+        assert "tiny_families" in source or "models.FAMILIES" in source, file

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import types
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def test_the_reward_guide(here, capfd):
 def test_the_data_set_guide(here, capfd):
     follow("add-a-data-set")
     assert "1 of 3 rows are left out, by desk.py:row" in capfd.readouterr().err
-    assert Path("runs/desk/model").is_dir()
+    assert Path("runs/desk/model").is_dir() and Path("runs/tickets/model").is_dir()
 
 
 @pytest.mark.docs
@@ -240,6 +241,17 @@ def test_the_testing_guide(tmp_path, monkeypatch):
     folders = [str(broken(*fault)) for fault in faults]
     done = subprocess.run([sys.executable, "-c", IN_EACH, *folders], env=ENVIRONMENT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == str([1] * 5), done.stdout + done.stderr
+
+
+def test_the_testing_guide_says_how_to_run_the_tests_of_each_mark():
+    options = tomllib.loads((skills.ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    marks = [line.partition(":")[0] for line in options["markers"]]
+    table = dict(re.findall(r"^\| `(\w+)` \| .* \| `(.*)` \|$", page("write-tests"), re.M))
+    assert sorted(table) == sorted(marks)
+    targets = re.findall(r"^(test-\w+):", (skills.ROOT / "Makefile").read_text(), re.M)
+    for mark, command in table.items():
+        assert command.removeprefix("make ") in targets or command.endswith(f"python -m pytest -m {mark}"), mark
+        assert f"not {mark}" in options["addopts"], mark
 
 
 @pytest.mark.parametrize("file", sorted(skills.SKILLS.glob("*/SKILL.md")), ids=lambda file: file.parent.name)

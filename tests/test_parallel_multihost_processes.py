@@ -22,7 +22,7 @@ import tiny
 from areax.adapters import cli, hf, safetensors
 from areax.adapters.tracking import run_dir
 from areax.core import losses
-from areax.parallel.multihost import liveness, lockstep, processes
+from areax.parallel.multihost import agreement, liveness, lockstep, processes
 from areax.recipes import sft
 from areax.rollout.tasks import arithmetic
 
@@ -204,7 +204,7 @@ def test_a_single_process_needs_no_lockstep():
     with lockstep.leader({"add": lambda a, b: a + b}) as run_on_all:
         assert run_on_all("add", 1, 2) == 3
     assert processes.anyone(True, False) == [True, False]
-    processes.same("numbers", 1)
+    agreement.same("numbers", number=1)
 
 
 def result(said):
@@ -352,7 +352,9 @@ def test_processes_with_different_options_are_refused(place):
     finally:
         jobs.end(running)
     assert {2} <= codes <= {2, 3}  # all find it; the last to say so may find that another was first
-    assert "all need the same options and rows, got different ones in process 1" in (logs / "0.log").read_text()
+    said = (logs / "0.log").read_text()
+    assert "all need the same options and rows, got different ones in process 1 than in process 0: " in said
+    assert "seed is 1 in process 1, 0 in process 0; start all" in said
 
 
 # -- who is who ----------------------------------------------------------------------------------
@@ -406,5 +408,5 @@ def test_options_with_a_function_are_compared_by_its_name():
     """Its address is another one in each process."""
     make = lambda: lambda spec, now: (now.adv_BT, None)
     one, other = (losses.GRPO(surrogate=make()) for _ in range(2))
-    assert repr(one) != repr(other) and processes.shown(one) == processes.shown(other)
-    assert processes.shown(one) != processes.shown(losses.GRPO(surrogate=len))
+    assert repr(one) != repr(other) and agreement.shown(one) == agreement.shown(other)
+    assert agreement.shown(one) != agreement.shown(losses.GRPO(surrogate=len))

@@ -11,13 +11,13 @@ from .lazy import Cast, Deferred, Mapped, cast
 from .manifests import compare, verify
 from .matching import HEADS, SCALAR, check_tensor, complaint, equal
 from .placing import on_host, place
-from .reading import check, from_tensors, load, mapped, mapped_mtp, mapped_tensors
+from .reading import check, fingerprint, from_tensors, load, mapped, mapped_mtp, mapped_tensors
 from .saving import manifest, save, write_published
 from .tensors import copied, host_copy, tensors_of, to_tensors
 
 __all__ = [
     "HEADS", "MANIFEST", "SCALAR", "Cast", "Deferred", "Mapped", "cast", "check", "check_tensor", "compare",
-    "complaint", "copied", "equal", "from_tensors", "host_copy", "json_bytes", "load", "loaded_config", "manifest",
-    "mapped", "mapped_mtp", "mapped_tensors", "on_host", "place", "read_config", "read_json", "save", "save_dtype",
-    "tensors_of", "to_tensors", "verify", "write_published",
+    "complaint", "copied", "equal", "fingerprint", "from_tensors", "host_copy", "json_bytes", "load", "loaded_config",
+    "manifest", "mapped", "mapped_mtp", "mapped_tensors", "on_host", "place", "read_config", "read_json", "save",
+    "save_dtype", "tensors_of", "to_tensors", "verify", "write_published",
 ]  # fmt: skip

@@ -102,7 +102,8 @@ class Part:
 def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05) -> int:
     """Runs the job and returns the exit code of trainer 0, or of the trainer that failed (128 + n for signal n).
 
-    Forwards SIGINT and SIGTERM to the trainers, and SIGHUP as SIGTERM. Reports processes that end unexpectedly.
+    Forwards SIGINT and SIGTERM to the trainers, SIGHUP as SIGTERM, and SIGUSR1, at which they print the stacks of their
+    threads. Reports processes that end unexpectedly.
 
     Args:
       look_s: seconds between polls of all processes.
@@ -142,7 +143,7 @@ def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05) -> i
 def _received_signals() -> Iterator[list[int]]:
     """Yields a list that collects received signals."""
     asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
     before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in heard}
     try:
@@ -156,8 +157,9 @@ def _until_ready(servers: list[Part], asked: list[int], look_s: float) -> int | 
     """Waits until all servers are ready and returns None; returns the job's exit code on failure."""
     waiting, deadline = list(servers), time.monotonic() + START_S
     while waiting:
-        if asked:
-            return 128 + asked[0]
+        if ends := [number for number in asked if number != signal.SIGUSR1]:
+            return 128 + ends[0]
+        asked.clear()
         for server in servers:
             if server.poll() is not None:
                 _report(f"{server.ended()} before it was ready; {server.last()}")

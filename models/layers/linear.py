@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from ...core.param import LoRAWeight
 from ...parallel import mesh
 
+WIDE = 512  # least size of both axes of a weight for `_wide_product`; narrower ones lose more by transposing
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -52,7 +54,31 @@ def linear(x, w, bias=None):
     if isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)
     else:
-        y = jax.lax.dot_general(flat, w.astype(x.dtype), (((flat.ndim - 1,), (1,)), ((), ())))
+        wide = flat.ndim == 2 and min(w.shape) >= WIDE and jax.default_backend() == "cpu"
+        y = (_wide_product if wide else _product)(flat, w.astype(x.dtype))
     if bias is not None:
         y = y + bias.astype(x.dtype)[(None,) * (flat.ndim - 1)]
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _product(x, w_FD):
+    """x @ w^T over the last axis."""
+    return jax.lax.dot_general(x, w_FD, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+@jax.custom_vjp
+def _wide_product(x_AD, w_FD):
+    """`_product`, whose weight's gradient is a product of two matrices as they lie in memory: on a CPU, XLA leaves
+    products over the rows of both to a slower library. The narrower one is transposed first."""
+    return _product(x_AD, w_FD)
+
+
+def _wide_product_backward(kept, dy_AF):
+    fixed = jax.lax.optimization_barrier  # what computes them would otherwise run again, in the transposed order
+    w_FD, (x_AD, dy_AF) = kept[1], fixed((kept[0], dy_AF))
+    F, D = w_FD.shape
+    dw_FD = fixed(dy_AF.T) @ x_AD if F <= D else fixed(fixed(x_AD.T) @ dy_AF).T
+    return dy_AF @ w_FD, dw_FD
+
+
+_wide_product.defvjp(lambda x_AD, w_FD: (_product(x_AD, w_FD), (x_AD, w_FD)), _wide_product_backward)

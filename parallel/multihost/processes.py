@@ -1,4 +1,4 @@
-"""Multi-process jobs: joining, checking for agreement, and ending together.
+"""Multi-process jobs: joining, agreeing, and ending together.
 
     with processes.job() as index:  # 0 in the leading process, and in a single process
         ...
@@ -14,10 +14,10 @@ itself, whatever is there.
 """
 
 import contextlib
-import hashlib
 import os
-import re
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
@@ -26,10 +26,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import liveness
+from . import agreement, liveness
 
 COORDINATOR, COUNT, INDEX = "AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS"
 _others: liveness.Watch | None = None  # of this process's job
+LATE_S = 10  # for all processes to start, before each says that it waits
 HEARTBEAT_S = 30  # JAX ends the job if a process sends no heartbeat for this long: host or network down
 
 
@@ -84,14 +85,15 @@ def job() -> Iterator[int]:
     Does nothing in a single process or inside another `job`.
 
     Raises:
-      ValueError: as `found`; JAX detects no cluster.
+      ValueError: as `found`; JAX detects no cluster; as `agreement.same_software`.
     """
     wanted = None if jax.distributed.is_initialized() else found()
     if wanted is None:
         yield jax.process_index()
         return
     try:
-        jax.distributed.initialize(**wanted, heartbeat_timeout_seconds=HEARTBEAT_S)
+        with _waiting(wanted):
+            jax.distributed.initialize(**wanted, heartbeat_timeout_seconds=HEARTBEAT_S)
     except ValueError as error:
         raise ValueError(f"processes: JAX detects no cluster to join ({error}); set {COORDINATOR} etc.") from error
     if threading.current_thread() is threading.main_thread():  # undo JAX's SIGTERM handler
@@ -100,6 +102,7 @@ def job() -> Iterator[int]:
     global _others
     _others = others = liveness.Watch(index, count)
     try:
+        agreement.same_software()
         yield index
     except BaseException as error:  # always: JAX must not wait at exit for processes that wait for this one
         if not isinstance(error, SystemExit) or error.code:
@@ -107,6 +110,24 @@ def job() -> Iterator[int]:
         _disconnect(others)
         raise
     _disconnect(others)
+
+
+@contextlib.contextmanager
+def _waiting(wanted: Mapping) -> Iterator[None]:
+    """Prints a line if the block, in which this process joins the job, takes longer than LATE_S."""
+    name = f"process {wanted['process_id']} of {wanted['num_processes']}" if wanted else "a process"
+    where = wanted.get("coordinator_address", "the address that JAX detected")
+    line = (
+        f"{name} (pid {os.getpid()} on {socket.gethostname()}) waits at {where} for all to start, up to "
+        f"{liveness.START_S} s; one that prints no such line is missing, or cannot reach that address"
+    )
+    timer = threading.Timer(LATE_S, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave(error: BaseException) -> NoReturn:
@@ -148,29 +169,3 @@ def least(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.process_allgather(np.array(value)).min())
-
-
-def shown(value) -> str:
-    """The repr of a value, without the addresses that those of functions have, which differ from process to process."""
-    return re.sub(r" at 0x[0-9a-f]+(?=>)", "", repr(value))
-
-
-def same(what: str, *values) -> None:
-    """Checks that all processes have the same values, compared as `shown`, lists entry by entry.
-
-    Raises:
-      ValueError: in every process, naming those that differ from process 0.
-    """
-    if jax.process_count() == 1:
-        return
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        for entry in value if isinstance(value, list) else [value]:
-            digest.update(shown(entry).encode())
-    all_ = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8))
-    differ = [str(i) for i, digest_ in enumerate(all_) if (digest_ != all_[0]).any()]
-    if differ:
-        raise ValueError(
-            f"processes: all need the same {what}, got different ones in process {', '.join(differ)} than in process "
-            "0; start all with the same command and files"
-        )

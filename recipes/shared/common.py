@@ -25,6 +25,7 @@ from areax.core import metrics, param
 from areax.core.balance import Balance
 from areax.models.vision import Tower
 from areax.parallel import mesh, rules
+from areax.parallel.multihost import agreement
 from areax.recipes.shared import terminal
 from areax.recipes.shared.vision import Vision, said
 from areax.rollout import client
@@ -83,11 +84,14 @@ def open_model(
       vision: as `vision.decided` gives it; "auto" = without the vision tower, if the model has one.
 
     Raises:
-      ValueError: the model has no vision tower to load, or weights are random.
+      ValueError: the model has no vision tower to load, or weights are random; processes of the job find different
+        weights.
     """
     if init == "checkpoint":
         path = hub.folder(path, weights=True)
         check_weights(path)
+        if jax.process_count() > 1:
+            agreement.same(f"weights in {path}", **hf.fingerprint(path))
         with terminal.loading(path, said(hf.read_config(path), vision)):
             config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto")
         return with_tower(config, vision), params

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from areax.adapters import hf, orbax
+from areax.adapters.command_line.options import flat
 from areax.adapters.data import chat_sft
 from areax.adapters.data.images import Processor
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
@@ -22,7 +23,7 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.core.batch import Batch
 from areax.parallel import batches
-from areax.parallel.multihost import processes
+from areax.parallel.multihost import agreement, processes
 from areax.recipes.shared import (
     common,
     ending,
@@ -149,7 +150,10 @@ def read(
     heldout = many_rows.every(
         config.heldout, config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet
     ) if config.heldout else []  # fmt: skip
-    processes.same("options and rows", config, sources.sampled(train), sources.some(heldout))
+    agreement.same(
+        "options and rows", **vars(flat(config)), data_rows=sources.sampled(train),
+        heldout_rows=sources.some(heldout),
+    )  # fmt: skip
     return replace(config, vision=vision.decided(config.vision, seen)), train, heldout
 
 
@@ -274,6 +278,7 @@ def fit(
                 for i in range(start, config.steps):
                     ordinals = range(i * config.batch, (i + 1) * config.batch)
                     batch = packed(prompts, ordinals)
+                    agreement.same(f"rows of step {i + 1}", tokens=batch.token_BT, learnt=batch.mask_BT)
                     overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
                     # of several processes each waits here for the step before
                     stopped, overdue = processes.anyone(stop.asked, overdue)

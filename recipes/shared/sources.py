@@ -14,7 +14,7 @@ import xxhash
 
 from areax.adapters.data import datasets, formats
 from areax.adapters.tracking import progress
-from areax.parallel.multihost import processes
+from areax.parallel.multihost import agreement
 from areax.recipes.shared import evaluation, many_rows, rows
 from areax.recipes.shared.rows import Bad, Check
 from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, EasyFirst, Prompts, ordered
@@ -129,7 +129,7 @@ def identity(order: Order) -> dict[str, Any]:
     if not isinstance(order, Stream):
         owns = order.contents if isinstance(order, Mixture) else [order.rows]
         seen = [own[i] for own in owns for i in many_rows.spread(len(own), SOME)]
-        content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=processes.shown).encode())
+        content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=agreement.shown).encode())
     return {"rows": order.size, "order": order.order, "content": content}
 
 

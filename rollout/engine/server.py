@@ -14,7 +14,7 @@ from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
 from ...adapters.data import images
-from ...parallel.multihost import processes
+from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
@@ -122,7 +122,9 @@ def load(path: str, share: Share, options: EngineOptions, *, dtype: str, version
     """
     dtype = known_dtype(dtype)
     config, params, checksums = read_weights(path, dtype, sees=blind(path) is None)
-    processes.same("options and weights", dtype, options, version, seed, checksums)
+    agreement.same(
+        "options and weights", dtype=dtype, options=options, version=version, seed=seed, weights=checksums
+    )  # fmt: skip
     service = prepare(path, options, config, params, checksums, dtype=dtype, version=version, seed=seed)
     hosts.connect(service, share)
     return service
@@ -159,7 +161,7 @@ def prepare(
     options = replace(options, context=min(options.context, config.context))
     if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
         params = {**params, "mtp": predictor}
-    processes.same("layer for multi-token prediction", "mtp" in params)
+    agreement.same("layer for multi-token prediction", mtp="mtp" in params)
     processor = images.load(path) if config.vision else None
     if processor:
         processor.check(config.vision)
