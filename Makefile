@@ -51,7 +51,7 @@ $(vision): $(runtime)
 $(dev): $(runtime)
 	@echo "installing torch and the test tools into $(venv): a minute or two, once"
 	@$(pip) "$$(grep '^torch==' constraints.txt)"
-	@$(pip) --editable '.[test]'
+	@$(pip) --editable '.[examples,test]'
 	@touch $@
 
 .PHONY: demo
@@ -118,6 +118,11 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	-$(py) -m pytest -q -m "" -k "$(family_tests)" $(both) --junitxml=.cache/families.xml \
 	  tests/test_models_parity.py tests/test_rollout_engine_programs_decode.py tests/test_parallel_mesh.py tests/test_adapters_peft.py
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
+
+.PHONY: examples
+examples: export XLA_FLAGS += $(fast)
+examples: $(dev) ## execute the notebooks of examples/ and write their outputs in place
+	$(py) tests/notebooks.py
 
 .PHONY: device-table
 device-table: $(dev) ## plan every model on every kind of device, and write the tables of README and docs/devices.md

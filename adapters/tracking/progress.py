@@ -76,7 +76,7 @@ def steps(
     Args:
       now: a clock without the time in which a step is compiled (`compile_time.clock`), which happens once.
     """
-    console = console or _Console(stderr=True, quiet=quiet)
+    console = console or _Console(stderr=True, quiet=quiet, force_jupyter=False)  # else rich shows it in the notebook
     recent = collections.deque([(now(), start, 0)], maxlen=20)
 
     def words(step, tokens, values):
