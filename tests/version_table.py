@@ -41,11 +41,13 @@ def required() -> dict[str, str]:
 
 
 def jobs() -> dict[str, tuple[list[str], list[str]]]:
-    """{job of the workflow: (its versions of Python, the make targets that it runs)}."""
+    """{job of the workflow that sets up Python: (its versions, the make targets that it runs)}."""
     found = {}
     for name, job in yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].items():
         steps = job["steps"]
-        (python,) = (step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", ""))
+        python = next((step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")), None)
+        if python is None:  # builds images, publishes pages
+            continue
         versions = job["strategy"]["matrix"]["python"] if "matrix" in python else [python]
         found[name] = versions, re.findall(r"^make (.+)$", "\n".join(step.get("run", "") for step in steps), re.M)
     return found
