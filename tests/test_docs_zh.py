@@ -93,6 +93,16 @@ def test_a_changed_section_lags_behind_and_only_its_code_and_heading_are_compare
     assert ["must have the headings of docs/page.md" in line for line in translations.differences(page)] == [True]
 
 
+def test_code_in_a_list_is_code_and_the_second_line_of_a_nested_item_is_text(pair):
+    source, page = pair
+    code = "   ```text\n   push # it\n   ```\n\n"
+    source.write_text(f"# One\n\n1. Push:\n   - see,\n     and read `--rows`\n\n{code}Then `stop`, `--eta`.\n")
+    page.write_text(f"# 一\n\n1. 推送：\n   - 看，然后读 `--rows`\n\n{code}然后 `stop`、`--eta`。\n")
+    assert translations.main() == 0
+    page.write_text(page.read_text().replace("# it", "# 它"))
+    assert ["code blocks must be" in line for line in translations.differences(page)] == [True]
+
+
 @pytest.mark.parametrize(
     "old, new, name",
     [

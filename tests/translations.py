@@ -22,7 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, GLOSSARY = ROOT / "docs" / "zh", "glossary.md"
-CODE = re.compile(r"^```.*?^```$|^    .*?$", re.S | re.M)
+# A fence may stand in a list; a line that is not in a fence and begins with more than 4 spaces continues a list's item.
+CODE = re.compile(r"^ *```.*?^ *```$|^    (?! ).*?$", re.S | re.M)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 
 

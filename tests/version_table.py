@@ -45,7 +45,9 @@ def jobs() -> dict[str, tuple[list[str], list[str]]]:
     found = {}
     for name, job in yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].items():
         steps = job["steps"]
-        python = next((step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")), None)
+        python = next(
+            (step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")), None
+        )
         if python is None:  # builds images, publishes pages
             continue
         versions = job["strategy"]["matrix"]["python"] if "matrix" in python else [python]
