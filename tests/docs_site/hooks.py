@@ -3,6 +3,7 @@
 The documents of `links.REPOSITORY` become pages in repository/, and those that `options.py` wrote in options/.
 """
 
+import re
 from pathlib import Path
 
 from links import REPOSITORY, linked
@@ -11,6 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ROOT / ".cache" / "docs"
+BEFORE = re.compile(r"\A(?:<!--.*?-->\n+)?(\[English\]\(\S+\)\n+)(# .*\n)")  # of the title of a Chinese page
 
 
 def on_files(files, config):
@@ -26,5 +28,6 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrites the links of a page."""
-    return linked(markdown, page.file.src_uri, lambda target: (ROOT / target).exists())
+    """Rewrites the links of a page, and begins it with its title, which mkdocs takes for the navigation only there."""
+    text = linked(markdown, page.file.src_uri, lambda target: (ROOT / target).exists())
+    return BEFORE.sub(r"\2\n\1", text)
