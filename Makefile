@@ -237,4 +237,4 @@ hooks: ## have git check commit messages: links tests/commit_message.py as its c
 
 .PHONY: release
 release: $(dev) ## check, build, commit and tag a version on main, without pushing it: make release VERSION=x.y.z
-	@$(py) tests/release.py "$(VERSION)"
+	@$(py) tests/release.py "$$VERSION"
