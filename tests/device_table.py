@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import written_parts
+
 from areax.adapters import cli
 
 ROOT = Path(__file__).parents[1]
@@ -119,8 +121,8 @@ def main() -> int:
     made = rows()
     page = HEAD + "\n".join(lines(made)) + "\n"
     for file, text in (*((readme, summary(made)) for readme in READMES), ("docs/devices.md", page)):
-        before, rest = (ROOT / file).read_text().split(START)
-        (ROOT / file).write_text(f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}")
+        changed = written_parts.replaced((ROOT / file).read_text(), START, END, f"\n\n{text}\n")
+        (ROOT / file).write_text(changed)
     return 0
 
 
