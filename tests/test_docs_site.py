@@ -167,6 +167,12 @@ def test_a_broken_site_is_reported(tmp_path):
                          "b.html: fetches https://x.org/x.js"]  # fmt: skip
     assert "api: there is no entry of areax.core.packing.unpack" in found
     assert "api: there is no entry of areax.core.packing.pack" not in found
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.html").write_text('<a href="../outside.html#there"></a>')
+    (tmp_path / "outside.html").write_text("")  # is none of the site's pages
+    assert check.problems(tmp_path / "d")[0] == "a.html: there is no ../outside.html#there"
+    (tmp_path / "e").mkdir()
+    assert check.problems(tmp_path / "e") == [f"{tmp_path / 'e'}: a site must have pages, got none; make docs"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +190,7 @@ def test_a_broken_site_is_reported(tmp_path):
         ("zh/index.md", "[目录](README.md)", "[目录](../repository/docs/zh/README.md)"),
         ("repository/benchmarks/RESULTS.md", "[moe](../docs/moe.md)", "[moe](../../moe.md)"),
         ("demo.md", "[away](https://x.org), [here](#pictures)", "[away](https://x.org), [here](#pictures)"),
+        ("demo.md", "[all](..)", "all (`.`)"),
         ("demo.md", "[nothing](../nothing.md)", "[nothing](../nothing.md)"),
         ("demo.md", "```\n[code](../README.md)\n```", "```\n[code](../README.md)\n```"),
     ],

@@ -32,7 +32,7 @@ def linked(text: str, page: str, exists: Callable[[str], bool]) -> str:
         found = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
         if found in REPOSITORY:
             on_site = f"repository/{found}"
-        elif PurePosixPath(found).parts[0] == "docs" and PurePosixPath(found).suffix:
+        elif PurePosixPath(found).parts[:1] == ("docs",) and PurePosixPath(found).suffix:
             on_site = found.removeprefix("docs/")
         elif exists(found):
             return words if f"`{found}`" in words or words == found else f"{words} (`{found}`)"
