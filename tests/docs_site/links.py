@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 REPOSITORY = (
     "README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md",
-    "benchmarks/CHIPS.md", "benchmarks/PROFILES.md", "benchmarks/DEMO.md", "docs/zh/README.md",
+    "benchmarks/CHIPS.md", "benchmarks/PROFILES.md", "benchmarks/DEMO.md", "examples/README.md", "docs/zh/README.md",
 )  # fmt: skip
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```.*?^```", re.S | re.M)
