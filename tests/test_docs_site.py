@@ -46,7 +46,9 @@ def test_every_page_is_in_the_navigation_once():
         f"options/{name}" for name in options.pages()
     )
     others = [page.removeprefix("repository/") for page in named if page.startswith("repository/")]
-    assert others and all((ROOT / page).is_file() for page in others)
+    notebooks = [page for page in others if page.startswith("examples/") and page != "examples/README.md"]
+    assert sorted(notebooks) == [f"examples/{file.stem}.md" for file in sorted((ROOT / "examples").glob("*.ipynb"))]
+    assert all((ROOT / page).is_file() for page in others if page not in notebooks)
     own += [page.removeprefix("docs/") for page in others if page.startswith("docs/")]
     assert sorted(own) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
     assert len(named) == len(set(named))
@@ -182,6 +184,8 @@ def test_a_broken_site_is_reported(tmp_path):
         ("repository/benchmarks/RESULTS.md", "[chips](CHIPS.md)", "[chips](CHIPS.md)"),
         ("repository/docs/zh/README.md", "[eta](concepts/staleness.md)", "[eta](../../../zh/concepts/staleness.md)"),
         ("zh/index.md", "[目录](README.md)", "[目录](../repository/docs/zh/README.md)"),
+        ("repository/examples/README.md", "[loss](own_loss.ipynb)", "[loss](own_loss.md)"),
+        ("repository/examples/own_loss.md", "[guide](../docs/moe.md)", "[guide](../../moe.md)"),
         ("repository/benchmarks/RESULTS.md", "[moe](../docs/moe.md)", "[moe](../../moe.md)"),
         ("demo.md", "[away](https://x.org), [here](#pictures)", "[away](https://x.org), [here](#pictures)"),
         ("demo.md", "[nothing](../nothing.md)", "[nothing](../nothing.md)"),

@@ -1,19 +1,21 @@
 """Hooks of mkdocs: adds the pages from outside docs/, rewrites links, and shows mkdocstrings the packages alone.
 
-The documents of `links.REPOSITORY` become pages in repository/, and those that `options.py` wrote in options/.
+The documents of `links.REPOSITORY` and the notebooks become pages in repository/, those that `options.py` wrote in
+options/.
 """
 
 import posixpath
 import re
 from pathlib import Path
 
+import notebook
 from links import REPOSITORY, linked
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ROOT / ".cache" / "docs"
-OTHER = re.compile(r"\A(?:<!--.*?-->\n+)?(\[(?:English|中文)\]\(\S+\))(\n+)(# .*\n)")  # above a title: the other language
+OTHER = re.compile(r"\A(?:<!--.*?-->\n+)?(\[(?:English|中文)\]\(\S+\))(\n+)(# .*\n)")  # above a title
 OPTION = re.compile(r"--\w[\w.-]*")
 CODE = re.compile(r"(?<=<code>)[^<\n]*(?=</code>)")
 PLAIN = re.compile(r'\s*<small class="doc doc-label doc-label-(?:class|instance|module)-attribute">.*?</small>')
@@ -42,6 +44,10 @@ def on_files(files, config):
         files.append(File.generated(config, f"options/{page.name}", content=page.read_text()))
     for name in REPOSITORY:
         files.append(File.generated(config, f"repository/{name}", content=(ROOT / name).read_text()))
+    for file in sorted((ROOT / "examples").glob("*.ipynb")):
+        text, drawings = notebook.page(file)
+        for name, content in {f"{file.stem}.md": text, **drawings}.items():
+            files.append(File.generated(config, f"repository/examples/{name}", content=content))
     return files
 
 
