@@ -60,7 +60,7 @@ def on_page_markdown(markdown, page, config, files):
     text = linked(markdown, here, lambda target: (ROOT / target).exists())
     if files.get_file_from_path(f"zh/{here}"):
         text = f"[中文]({posixpath.relpath(f'zh/{here}', posixpath.dirname(here) or '.')})\n\n{text}"
-    return OTHER.sub(r"\3\n\1{ data-search-exclude }\2", text)
+    return OTHER.sub(r"\3\n\1{ .other-language data-search-exclude }\2", text)
 
 
 def on_page_content(html, page, config, files):
