@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 import xxhash
 from jax._src.distributed import global_state  # its key-value store has no public API
@@ -140,7 +139,7 @@ def _software() -> dict[str, str]:
     for package in sorted(path.parent for path in root.glob("*/__init__.py")):
         for file in filter(Path.is_file, sorted(package.rglob("*.py"))):  # not what an editor links beside them
             digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    versions = {"Python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions = {"Python": platform.python_version(), "jax": jax.__version__, "jaxlib": jax.lib.__version__}
     return {**versions, "areax with files of hash": digest.hexdigest()}
 
 
