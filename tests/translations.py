@@ -205,31 +205,33 @@ def main() -> int:
     parser.add_argument("--done", nargs="+", type=Path, default=[], metavar="PAGE", help="Chinese pages")
     done = [page.resolve() for page in parser.parse_args().done]
     try:
-        return report(done)
+        if wrong := record(done):
+            print("\n".join(wrong), file=sys.stderr)
+            return 1
+        behind = [line for page in pages() for line in lagging(page)]
     except (ValueError, OSError) as error:
         print(f"translations: {error}; nothing was written", file=sys.stderr)
         return 1
-
-
-def report(done: list[Path]) -> int:
-    """Records that these pages are done, and prints what lags behind; returns the exit code."""
-    if alone := [page.relative_to(ROOT).as_posix() for page in pages() if not english(page).is_file()]:
-        print(f"{', '.join(alone)}: must translate a page, got none of that name; move or delete it", file=sys.stderr)
-        return 1
-    wrong = [f"{page}: must be a page of docs/zh that translates one of docs" for page in done if page not in pages()]
-    wrong = wrong or [line for page in done for line in differences(page, everything=True)]
-    if wrong:
-        print("\n".join(wrong), file=sys.stderr)
-        return 1
-    texts = {page: recording(page) if page in done else page.read_text() for page in pages()} if done else {}
-    texts = {page: linked(text, page) for page, text in texts.items()}  # before any is written
-    for page, text in texts.items():
-        page.write_text(text)
-    print("\n".join(line for page in pages() for line in lagging(page)) or "no section lags behind")
+    print("\n".join(behind) or "no section lags behind")
     english_pages = [page for page in sorted(FOLDER.parent.rglob("*.md")) if not page.is_relative_to(FOLDER)]
     missing = [page.relative_to(FOLDER.parent).as_posix() for page in english_pages if translation(page) == page]
     print("without translation:", ", ".join(missing) or "none")
     return 0
+
+
+def record(done: list[Path]) -> list[str]:
+    """Records that these pages are done, and adjusts links, unless something is wrong: then one line for each thing."""
+    if alone := [page.relative_to(ROOT).as_posix() for page in pages() if not english(page).is_file()]:
+        return [f"{', '.join(alone)}: must translate a page, got none of that name; move or delete it"]
+    wrong = [f"{page}: must be a page of docs/zh that translates one of docs" for page in done if page not in pages()]
+    wrong = wrong or [line for page in done for line in differences(page, everything=True)]
+    if wrong:
+        return wrong
+    texts = {page: recording(page) if page in done else page.read_text() for page in pages()} if done else {}
+    texts = {page: linked(text, page) for page, text in texts.items()}  # before any is written
+    for page, text in texts.items():
+        page.write_text(text)
+    return []
 
 
 if __name__ == "__main__":

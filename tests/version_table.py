@@ -1,4 +1,4 @@
-"""Writes which versions are tested together to docs/releases.md: `make version-table`.
+"""Writes which versions are tested together to docs/releases.md and its Chinese page: `make version-table`.
 
 They are those of the files that continuous integration installs from and runs.
 """
@@ -12,7 +12,7 @@ import written_parts
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "releases.md"
+PAGE, CHINESE = ROOT / "docs" / "releases.md", ROOT / "docs" / "zh" / "releases.md"
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -26,6 +26,14 @@ PACKAGES = (
     "peft",
     "SGLang",
 )
+CHINESE_CELLS = {
+    "pyproject.toml allows": "pyproject.toml 允许的",
+    "tested": "测试过的",
+    "in SGLang's environment": "SGLang 环境里的",
+    "job": "任务",
+    "runs": "运行",
+    "that of the machine": "本机的版本",
+}
 BEGIN, END = "<!-- written by make version-table -->\n", "<!-- end of what make version-table writes -->\n"
 
 
@@ -83,13 +91,23 @@ def tables() -> str:
     return lines.replace("|  |", "| |").replace("| --- ", "|---").replace("--- |", "---|")
 
 
-def write(page: str) -> str:
+def chinese(tables: str) -> str:
+    """The tables with Chinese words in their cells."""
+    return re.sub(r"(?<=\| )[^|\n]+(?= \|)", lambda cell: CHINESE_CELLS.get(cell[0], cell[0]), tables)
+
+
+def write(page: str, tables: str) -> str:
     """The page with the tables of the files as they are."""
-    return written_parts.replaced(page, BEGIN, END, f"\n{tables()}\n")
+    return written_parts.replaced(page, BEGIN, END, f"\n{tables}\n")
 
 
 if __name__ == "__main__":
     try:
-        PAGE.write_text(write(PAGE.read_text()))
+        made = {
+            PAGE: write(PAGE.read_text(), tables()),
+            CHINESE: write(CHINESE.read_text(), chinese(tables())),
+        }
     except (ValueError, OSError, yaml.YAMLError) as error:
         sys.exit(f"version-table: {' '.join(str(error).split())}; nothing was written")
+    for page, text in made.items():
+        page.write_text(text)
