@@ -231,6 +231,7 @@ def logits(product, config):
     return scaled if cap is None else cap * jnp.tanh(scaled / cap)
 
 
+@shaped
 def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run(), images=None):
     """Next-token logits, f32[B, T, V].
 
@@ -275,9 +276,14 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
         temperature 1, without gradients. If their vocabulary is larger, only its first V entries.
 
     Raises:
-      ValueError: one of the others has a smaller vocabulary; or there are images, and one of the models was loaded
-        without its vision tower; or one has no output head.
+      ValueError: the batch is not one microbatch [B, T]; one of the others has a smaller vocabulary; or there are
+        images, and one of the models was loaded without its vision tower; or one has no output head.
     """
+    if batch.token_BT.ndim != 2:
+        raise ValueError(
+            f"score: the batch must be one microbatch [B, T], got tokens of shape {batch.token_BT.shape}; "
+            "take one with jax.tree.map(lambda x: x[0], batch)"
+        )
     for each in (config, *(other for _, other in others)):
         _check_output(each)
     hidden_BTD, aux, layout = _hidden(params, batch, config, run)
