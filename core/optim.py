@@ -129,7 +129,11 @@ class Optimizer:
 
 
 def schedule(spec: Optimizer) -> optax.Schedule:
-    """Learning rate at a step (from 0)."""
+    """The learning rate as a function of the optimiser step, counted from 0.
+
+    Raises:
+      ValueError: a cosine or linear schedule does not reach beyond its warm-up.
+    """
     if spec.schedule != "constant" and spec.steps <= spec.warmup:
         raise ValueError(
             f"Optimizer: a {spec.schedule} schedule needs steps > warmup, got {spec.steps} and {spec.warmup}"

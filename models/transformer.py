@@ -88,7 +88,7 @@ def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
 
 
 def family(config):
-    """The model module of a config's family."""
+    """The module of `models` that defines a config's family."""
     return FAMILIES[config.family]
 
 
@@ -197,7 +197,7 @@ def _tapped(layers, config, seen):
 
 
 def last_norm(x_BTD, params, config):
-    """The norm behind the last layer."""
+    """Applies the norm after the last layer."""
     return rms_norm(x_BTD, params["norm"], config.norm_eps, config.norm_offset)
 
 
@@ -233,9 +233,10 @@ def logits(product, config):
 
 @shaped
 def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run(), images=None):
-    """Next-token logits, f32[B, T, V].
+    """Next-token logits, f32[B, T, V]: those at a position predict the token after it.
 
     Args:
+      token_BT: token ids; that they are in the vocabulary is not checked.
       position_BT: rope positions; None = index within the segment.
       segment_BT: segment ids, adjacent equal ids being one sequence; 0 = padding; None = each row is one sequence.
       images: the arrays of `vision.arrange`, whose positions are then those of rope; None = text alone.
