@@ -45,10 +45,10 @@ def fetch_compiled():
     here = set(os.listdir(compiled / worker))
     for folder in {compiled, *compiled.glob("gw*")} - {compiled / worker}:
         for file in os.scandir(folder):
-            if file.name.endswith("-cache") and file.name not in here and time.time() - file.stat().st_mtime > 2:
-                with contextlib.suppress(OSError):  # a file system without links
-                    os.link(file.path, compiled / worker / file.name)
-                here.add(file.name)
+            if file.name.endswith("-cache") and file.name not in here:
+                with contextlib.suppress(OSError):  # removed or linked meanwhile, or a file system without links
+                    if time.time() - file.stat().st_mtime > 2:
+                        os.link(file.path, compiled / worker / file.name)
 
 
 fetch_compiled()
@@ -96,10 +96,21 @@ def pytest_runtest_setup(item):
             pytest.skip(f"needs a {platform.upper()}, JAX's backend is {jax.default_backend()}")
 
 
+MAPPED = Path("/proc/self/maps")
+
+
+def unload_compiled():
+    """Unloads all programs before they crash the process: each has about four memory mappings, Linux allows 65,530."""
+    if MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > 40_000:
+        gc.unfreeze()
+        jax.clear_caches()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file: takes over what the other workers compiled meanwhile."""
+    """After the last test of a file."""
     if nextitem is not None and nextitem.path != item.path:
+        unload_compiled()
         freeze()
         fetch_compiled()
 
