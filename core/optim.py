@@ -12,6 +12,7 @@ import optax
 from . import matrixwise, moments, param
 
 Kind = Literal["matrix", "embedding", "norm", "bias"]
+Schedule = Literal["constant", "cosine", "linear"]
 VISION = "vision."  # what the paths of a vision tower's weights begin with
 USES = {  # optimiser-specific fields
     "adamw": ("b1", "b2", "eps", "state"),
@@ -69,7 +70,7 @@ class Optimizer:
     name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = "adamw"
     lr: float = 1e-6
     vision_lr: float = 0.0
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    schedule: Schedule = "constant"
     warmup: int = 0
     steps: int = 0
     floor: float = 0.0
@@ -113,10 +114,10 @@ class Optimizer:
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:
             raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
-        narrow, schedules = ("float32", "bfloat16"), ("constant", "cosine", "linear")
-        for name, known in (
-            ("schedule", schedules), ("state", get_args(moments.Dtype)), ("weights", narrow), ("gradients", narrow),
-        ):  # fmt: skip
+        narrow = "float32", "bfloat16"
+        choices = {"schedule": get_args(Schedule), "state": get_args(moments.Dtype)}
+        choices |= {"weights": narrow, "gradients": narrow}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"Optimizer: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}; choose one of "

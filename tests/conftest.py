@@ -40,8 +40,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled / worker)
 
 
 def fetch_compiled():
-    """Links the programs that the other workers compiled into this process's folder; not the newest, since JAX does not
-    write files atomically."""
+    """Hard-links programs that other workers compiled into this process's folder. The newest are left out: JAX does not
+    write files atomically, and they may be incomplete."""
     here = set(os.listdir(compiled / worker))
     for folder in {compiled, *compiled.glob("gw*")} - {compiled / worker}:
         for file in os.scandir(folder):
@@ -52,7 +52,7 @@ def fetch_compiled():
 
 
 fetch_compiled()
-gc.disable()  # what imports make stays; enabled after the collection of tests
+gc.disable()  # what imports create stays; enabled after the collection of tests, which xdist's controller leaves out
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -77,8 +77,8 @@ hypothesis.settings.load_profile("areax")
 
 
 def freeze():
-    """Leaves the objects that exist out of later garbage collections: what torch, transformers and JAX hold takes
-    seconds to walk through, and tracing starts hundreds of collections."""
+    """Exempts existing objects from later garbage collections: traversing those of torch, transformers and JAX takes
+    seconds, and tracing triggers hundreds of collections."""
     gc.collect()
     gc.freeze()
 
@@ -100,7 +100,8 @@ MAPPED = Path("/proc/self/maps")
 
 
 def unload_compiled():
-    """Unloads all programs before they crash the process: each has about four memory mappings, Linux allows 65,530."""
+    """Unloads compiled programs before the process runs out of memory mappings: each has about four, and Linux allows
+    65,530."""
     if MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > 40_000:
         gc.unfreeze()
         jax.clear_caches()

@@ -73,7 +73,8 @@ def write(page: str, found: dict[tuple[str, str], list[bool]], versions: str = V
 
 if __name__ == "__main__":
     found = results(path for path in map(Path, sys.argv[1:]) if path.exists())
-    for page, versions in VERSIONS.items():
-        page.write_text(write(page.read_text(), found, versions))
+    made = {page: write(page.read_text(), found, versions) for page, versions in VERSIONS.items()}
+    for page, text in made.items():
+        page.write_text(text)
     if failed := sorted(key for key, passed in found.items() if not all(passed)):
         sys.exit(f"these have tests that did not pass: {failed}")

@@ -25,7 +25,7 @@ def execute(notebook: Path, folder: Path) -> nbformat.NotebookNode:
     """The notebook with the outputs of a new kernel, which works in `folder` and keeps its own files there.
 
     Raises:
-      ValueError: it is no notebook.
+      ValueError: the file is not a notebook.
       CellExecutionError: a cell raised.
       CellTimeoutError: a cell took longer than SECONDS.
       DeadKernelError: a cell ended the kernel.
@@ -60,7 +60,7 @@ def texts(cell: nbformat.NotebookNode) -> list[str]:
 
 
 def paths(book: nbformat.NotebookNode) -> list[str]:
-    """The absolute paths, of some machine, in the outputs of a notebook."""
+    """Absolute paths in the outputs of a notebook: those of the machine that executed it."""
     return [path for cell in book.cells if cell.cell_type == "code" for path in PATH.findall("\n".join(texts(cell)))]
 
 
@@ -68,7 +68,8 @@ def write(notebook: Path) -> None:
     """Executes a notebook, and writes it with its outputs.
 
     Raises:
-      ValueError: its outputs have a path of this machine; else as `execute`.
+      ValueError: its outputs contain an absolute path.
+      As `execute`.
     """
     with tempfile.TemporaryDirectory() as folder:
         book = execute(notebook, Path(folder))

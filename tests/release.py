@@ -51,7 +51,7 @@ def release(version: str, root: Path) -> tuple[Path, Path]:
             f"git tag --delete {tag}, and run this again"
         )
     for who in "AUTHOR", "COMMITTER":
-        git("var", f"GIT_{who}_IDENT")  # fails without a name and an address, which the commit needs
+        git("var", f"GIT_{who}_IDENT")  # fails without the name and email address that the commit needs
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     changelog = moved(text(root / "CHANGELOG.md"), version, today)
 
@@ -93,7 +93,7 @@ def alone(dist: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def workplace(folder: Path, git: Callable[..., str]) -> Iterator[Path]:
-    """A worktree of HEAD in a folder, which is removed before, as a release that was killed leaves it, and after."""
+    """A worktree of HEAD in a folder. What a killed release left there is removed first, and the folder at the end."""
     tree = folder / "tree"
 
     def remove() -> None:
@@ -137,8 +137,8 @@ def moved(changelog: str, version: str, day: str) -> str:
     """The changelog with the entries of Unreleased under this version and day.
 
     Raises:
-      ValueError: the version is not newer than those that it has, one of these has another form, or nothing is under
-        Unreleased.
+      ValueError: the version is not higher than all in the changelog, a heading is not `## [x.y.z]`, or there are no
+        entries under Unreleased.
     """
     headings = list(HEADING.finditer(changelog))
     if not headings or headings[0][1] != "Unreleased":
@@ -146,7 +146,7 @@ def moved(changelog: str, version: str, day: str) -> str:
     for heading in headings[1:]:
         if not VERSION.fullmatch(heading[1]):
             raise ValueError(
-                f"CHANGELOG.md: below Unreleased, headings must be `## [x.y.z]`, got {heading[0]!r}; mend it"
+                f"CHANGELOG.md: below Unreleased, headings must be `## [x.y.z]`, got {heading[0]!r}; correct it"
             )
     last = max((heading[1] for heading in headings[1:]), key=number, default="0.0.0")
     if number(version) <= number(last):
@@ -211,7 +211,7 @@ def pip(*words: str) -> None:
 
 
 def run(*words: str, at: Path | None = None) -> str:
-    """What a command prints; without PYTHONPATH, by which another copy of areax might be imported.
+    """What a command prints. It runs without PYTHONPATH, by which another copy of areax might be imported.
 
     Raises:
       RuntimeError: it failed; what it printed is on stderr.
@@ -221,7 +221,7 @@ def run(*words: str, at: Path | None = None) -> str:
     if done.returncode:
         print(done.stdout, done.stderr, sep="", end="", file=sys.stderr)
         what = f"`{' '.join(words)}` must succeed, got exit code {done.returncode}"
-        raise RuntimeError(f"{what}; nothing has changed: mend what it says above, and run this again")
+        raise RuntimeError(f"{what}; fix what it says above, and run this again")
     return done.stdout.strip()
 
 
@@ -233,7 +233,7 @@ def main(arguments: list[str]) -> int:
         print(f"release: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("release: interrupted; nothing has changed", file=sys.stderr)
+        print("release: interrupted; run it again", file=sys.stderr)
         return 130
     print(f"released areax {version} on main of this checkout, tag v{version}\n  {wheel}\n  {sdist}")
     print(f"to publish it: git push --atomic origin main v{version}, then upload both files")

@@ -42,7 +42,7 @@ def test_entries_move_under_the_version_and_its_day():
 
 @pytest.mark.parametrize("heading", ["## [Unreleased]", "## [0.8.0rc1] - 2026-01-01"])
 def test_a_heading_of_another_form_is_named(heading):
-    with pytest.raises(ValueError, match=re.escape(f"headings must be `## [x.y.z]`, got '{heading}'; mend it")):
+    with pytest.raises(ValueError, match=re.escape(f"headings must be `## [x.y.z]`, got '{heading}'; correct it")):
         release.moved(f"{CHANGELOG}\n{heading}\n", "0.10.0", "2026-03-04")
 
 
@@ -113,7 +113,7 @@ def no_package():
         (nothing_to_say, "0.10.0", "CHANGELOG.md must have an entry under Unreleased, got none; say what changed"),
         (no_changelog, "0.10.0", "No such file or directory"),
         (latin_changelog, "0.10.0", "CHANGELOG.md must be UTF-8, got 'utf-8' codec can't decode byte 0xff"),
-        (nobody, "0.10.0", "`git var GIT_AUTHOR_IDENT` must succeed, got exit code 128; nothing has changed"),
+        (nobody, "0.10.0", "`git var GIT_AUTHOR_IDENT` must succeed, got exit code 128; fix what it says above"),
         (no_package, "0.9.0", "VERSION must be higher than the last, 0.9.0, got 0.9.0; take a higher one"),
         (no_package, "0.8.99", "VERSION must be higher than the last, 0.9.0, got 0.8.99"),
         (no_package, "0.10", "VERSION must have the form x.y.z, got '0.10'"),
@@ -175,7 +175,7 @@ def test_a_command_that_fails_undoes_all(repository, command):
     assert (
         failed.communicate()[1]
         .splitlines()[-1]
-        .endswith("must succeed, got exit code 1; nothing has changed: mend what it says above, and run this again")
+        .endswith("must succeed, got exit code 1; fix what it says above, and run this again")
     )
     assert failed.returncode == 1 and state() == was
     assert stopped().communicate()[0].startswith("released areax 0.10.0 on main of this checkout, tag v0.10.0\n")

@@ -163,7 +163,7 @@ TRAINER = Names(
             "`load_best_model_at_end`, `metric_for_best_model`, `greater_is_better`",
             "none: OUT/model has the last weights; `areax convert` exports another state",
         ),
-        ("`overwrite_output_dir`", "none: another `--out` begins anew"),
+        ("`overwrite_output_dir`", "none: another `--out` starts a new run"),
         ("`eval_steps`, `eval_strategy`", "`--evaluate-every`"),
         ("`eval_on_start`", "= (RL evaluates held-out rows before the first batch)"),
         ("`per_device_eval_batch_size`", "= (held-out rows need no batch size of their own)"),

@@ -114,10 +114,10 @@ def save_dtype(config, params, dtype=None) -> np.dtype:
 
 
 def float_dtype(function: str, name) -> np.dtype:
-    """The dtype of that name.
+    """Returns the dtype of a name; `function` is named in the error.
 
     Raises:
-      ValueError: it is none that checkpoints have.
+      ValueError: it is not a dtype in which checkpoints store weights.
     """
     try:
         known = jax.numpy.dtype(name)

@@ -25,8 +25,8 @@ from .manifests import compare_names, compare_tensor, verified
 from .matching import SCALAR, check_tensor, complaint, keyed, matched
 from .placing import place
 
-WHOLE = 16 << 30  # bytes of a checkpoint that a fingerprint reads completely: seconds, also from a disk
-PIECES, PIECE = 16, 4096  # of a tensor of a larger one, and their bytes
+WHOLE = 16 << 30  # bytes: fingerprints read checkpoints up to this size completely
+PIECES, PIECE = 16, 4096  # how many pieces of a tensor are read of a larger one, and the bytes of each
 
 
 def load(
@@ -62,8 +62,10 @@ def load(
 
 
 def fingerprint(path: str | os.PathLike) -> dict[str, str]:
-    """{tensor: dtype, shape and a hash of its bytes} of a checkpoint; of tensors in one larger than WHOLE, a hash of
-    PIECES of them, the first and the last bytes among these.
+    """Returns {tensor: dtype, shape and a hash of its bytes} of a checkpoint.
+
+    Of a checkpoint larger than WHOLE, the hash of a large tensor covers PIECES evenly spaced pieces, which include its
+    first and last bytes.
 
     Raises:
       ValueError: as `safetensors.read`.

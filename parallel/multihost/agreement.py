@@ -27,7 +27,7 @@ WIDTH = 60  # characters of a value in an error
 
 
 def shown(value: Any) -> str:
-    """The repr of a value, without what differs from process to process: addresses, and the order of a set."""
+    """The repr of a value without what differs between processes: addresses, and the order of a set."""
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__} of {', '.join(sorted(map(shown, value)))}"
     return re.sub(r" at 0x[0-9a-fA-F]+(?=>)", "", repr(value))
@@ -137,7 +137,7 @@ def same_software() -> None:
 def _software() -> dict[str, str]:
     root, digest = Path(__file__).resolve().parents[2], hashlib.blake2b(digest_size=8)
     for package in sorted(path.parent for path in root.glob("*/__init__.py")):
-        for file in filter(Path.is_file, sorted(package.rglob("*.py"))):  # not what an editor links beside them
+        for file in filter(Path.is_file, sorted(package.rglob("*.py"))):  # no dangling links, as Emacs makes for locks
             digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     versions = {"Python": platform.python_version(), "jax": jax.__version__, "jaxlib": jax.lib.__version__}
     return {**versions, "areax with files of hash": digest.hexdigest()}
