@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import read_label
-from . import bench, hosts, replicas
+from . import bench, budget, hosts, replicas
 from .checkpoint import blind, read_weights
 from .grammar import Grammars
+from .options import Options
 from .routes.app import app
 from .routes.service import Service
+from .slots import mesh_of
 
-OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
+UVICORN: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
     "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
 }  # fmt: skip
 MADE_BY = {"mtp": "drafts by multi-token prediction", "text": "drafts from texts"}
@@ -73,7 +76,7 @@ def serve(
             return
         ready = f"{http_process.address((host, sock.getsockname()[1]))} serves {described(service)}"
         with hosts.serving(engine):
-            http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
+            http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **UVICORN)
 
 
 def described(service: Service) -> str:
@@ -143,6 +146,28 @@ def published_label(path: str) -> str:
     return read_label(manifest)
 
 
+def check(path: str, options: EngineOptions, *, dtype: str, devices: Sequence[jax.Device] = ()) -> None:
+    """Raises ValueError as `prepare` would if the model of the checkpoint folder `path` cannot be served with these
+    options: split like this, or in this memory. Reads config.json alone, and thus counts no layer for multi-token
+    prediction.
+
+    Args:
+      devices: as many as the mesh has; none = the first of this process.
+    """
+    config = hf.read_config(path)
+    if blind(path) is None:
+        config = models.with_vision(config)
+    made = Options(**vars(_within(options, config).engine)).resolved()
+    made.mesh.check(config)
+    each = made.mesh.replica
+    budget.pages(config, known_dtype(dtype), made, mesh_of(each, devices[: each.devices]))
+
+
+def _within(options: EngineOptions, config) -> EngineOptions:
+    """The options, with a context within the model's."""
+    return replace(options, context=min(options.context, config.context))
+
+
 def prepare(
     path: str, options: EngineOptions, config, params, checksums: dict[str, str], *, dtype: str, version: str,
     seed: int = 0,
@@ -158,7 +183,7 @@ def prepare(
         tokenizer = tokenizers.load(path)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
-    options = replace(options, context=min(options.context, config.context))
+    options = _within(options, config)
     if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
         params = {**params, "mtp": predictor}
     agreement.same("layer for multi-token prediction", mtp="mtp" in params)

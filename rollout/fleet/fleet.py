@@ -285,7 +285,7 @@ class Fleet:
         }
         trouble: list[str] = []
         work = lambda limit: self._generate(
-            image_tokens.Prompt([int(t) for t in tokens], images, self._image_token),
+            image_tokens.TokensPrompt([int(t) for t in tokens], images, self._image_token),
             sampling,
             routed_experts,
             trouble,
@@ -308,7 +308,7 @@ class Fleet:
         trouble: list[str] = []
         attempt = lambda server, adapter: server.api.read(tokens, top_k=top_k, adapter=adapter, cache_key=server.label)
         server, part = await self._in_time(
-            "read", lambda limit: self._send(image_tokens.Prompt(tokens), attempt, trouble), trouble
+            "read", lambda limit: self._send(image_tokens.TokensPrompt(tokens), attempt, trouble), trouble
         )
         return server.url, part
 
@@ -326,7 +326,7 @@ class Fleet:
 
     async def _generate(
         self,
-        prompt: image_tokens.Prompt,
+        prompt: image_tokens.TokensPrompt,
         sampling: dict,
         experts: bool,
         trouble: list[str],
@@ -409,7 +409,7 @@ class Fleet:
         )
 
     async def _send(
-        self, prompt: image_tokens.Prompt, attempt: Attempt, trouble: list[str], begun: str = ""
+        self, prompt: image_tokens.TokensPrompt, attempt: Attempt, trouble: list[str], begun: str = ""
     ) -> tuple[Server, Part]:
         """Makes attempts, each on the best server at the time, until one returns a complete answer.
 
@@ -514,7 +514,7 @@ class Fleet:
             server.running.discard(task)
             task.cancel()
 
-    async def _acquire(self, prompt: image_tokens.Prompt) -> Server:
+    async def _acquire(self, prompt: image_tokens.TokensPrompt) -> Server:
         hashes = prompt.hashes() if len(self.servers) > 1 else []
         while True:
             self.raise_if_unrecoverable()
