@@ -134,7 +134,10 @@ def main(config: Config, rows: Any = None) -> dict:
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary
         out = Path(config.out)
-        with common.run_directory(config.out, config.serving.published) as run, orbax.open_store(out / "state") as store:
+        with (
+            common.run_directory(config.out, config.serving.published) as run,
+            orbax.open_store(out / "state") as store,
+        ):
             trainer = build_trainer(config)
             with resume.restoring(config):
                 cursor = restore(trainer, store)

@@ -122,7 +122,8 @@ def check_weights(path: str) -> None:
 def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
     """The tokenizer of a model, whose chat template is given the variables of `--chat-template-kwargs`."""
     variables = json_object("--chat-template-kwargs", chat_template_kwargs)
-    tokens = tokenizer.load(path)
+    with progress.reminding(f"reading the tokenizer of {path}"):
+        tokens = tokenizer.load(path)
     try:
         return tokenizer.bind(tokens, variables)
     except ValueError as error:

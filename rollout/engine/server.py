@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
 from ...adapters.data import images
+from ...core import param
+from ...models import config_json
 from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
@@ -46,6 +49,7 @@ def serve(
     api_key: str | None = None,
     style: str = "",
     reasoning: bool = True,
+    loading: contextlib.AbstractContextManager | None = None,
 ) -> None:
     """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
@@ -59,6 +63,7 @@ def serve(
       dtype: of weights and computation; "auto" = that of the platform.
       api_key: key that requests must send as `Authorization: Bearer KEY`; whoever has it can also replace the weights.
       style, reasoning: as for `OpenAI`.
+      loading: entered while process 0 loads the weights.
 
     Raises:
       ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
@@ -69,7 +74,8 @@ def serve(
         if index == 0:
             guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
             sock = stack.enter_context(contextlib.closing(guarded))
-        service = load(path, share, options, dtype=dtype, version=version or published_label(path), seed=seed)
+        with loading if loading and index == 0 else contextlib.nullcontext():
+            service = load(path, share, options, dtype=dtype, version=version or published_label(path), seed=seed)
         engine = service.engine
         if index > 0:
             engine.device.follow(share)
@@ -80,9 +86,16 @@ def serve(
 
 
 def described(service: Service) -> str:
-    """What is served, in a line."""
+    """What is served, in a line: model, parameters and their dtype, devices, memory for tokens, slots, and what is
+    special."""
     engine, path = service.engine, service.path
-    line = f"{engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
+    config, options = engine.config, engine.options
+    stored = config_json.quantisation(json.loads(config.source))
+    line = f"{config.family} {path}: {_short(param.count(models.table(config)))} parameters in {service.dtype}"
+    line += f" (stored in {stored.method})" if stored else ""
+    line += f" on {options.mesh}, a cache of {engine.stats()['capacity']:,} tokens"
+    line += f" in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
+    line += f", {engine.slots} slots of {engine.context} tokens"
     if engine.draft_from:
         line += f", {MADE_BY[engine.draft_from]}"
     if service.sees:
@@ -92,6 +105,14 @@ def described(service: Service) -> str:
     if service.tokenizer is None:
         line += ", token ids only (the folder has no tokenizer)"
     return line
+
+
+def _short(count: int) -> str:
+    """A number with three digits, such as 596M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def benchmark(path: str, options: EngineOptions, *, dtype: str) -> None:
