@@ -68,14 +68,14 @@ def plan(recipe: str, *options: str) -> int:
 
 @contextlib.contextmanager
 def _importing(command: str, options: Sequence[str] = ()) -> Iterator[None]:
-    """Says at once that a command imports JAX, which takes seconds, and on a busy machine a minute; nothing if that has
-    happened, or help is asked for."""
+    """Says at once that a command imports JAX and what else it needs, which takes seconds, and on a busy machine a
+    minute; nothing if that has happened, or help is asked for."""
     if "jax" in sys.modules or {"-h", "--help", "--help-all"} & {*options}:
         yield
         return
     from .tracking import progress
 
-    words = f"areax {command}: importing JAX"
+    words = f"areax {command}: importing libraries"
     progress.say(f"{words} ...")
     with progress.reminding(words):
         yield
@@ -169,7 +169,7 @@ def serve(
         return 0
     server.serve(
         path, engine, host=host, port=port, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning,
-        loading=progress.phase(f"loading {path}"),
+        loading=progress.reminding(f"loading {path}"),
     )  # fmt: skip
     return 0
 

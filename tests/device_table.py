@@ -1,4 +1,4 @@
-"""Which models fit on which devices, by `areax plan`: writes docs/devices.md and README's table, and the Chinese.
+"""Which models fit on which devices, by `areax plan`: writes the tables of docs/devices.md and README, and of docs/zh.
 
 `make device-table` runs it. Each cell follows the plan's own suggestions: `--rows auto`, and the options that make it
 fit.
@@ -40,10 +40,9 @@ MODELS = {  # as published
                                       num_hidden_layers=94, num_attention_heads=64),
 }  # fmt: skip
 CHIPS, DEVICES = ("h100", "h200", "v5p", "v6e"), (1, 8, 64)
-LINE = "|---|---|---|\n"
-PAGES = {  # the head of each one's table
-    "docs/devices.md": f"| model | options beside `--model` and `--length 4096` | tokens/s per device |\n{LINE}",
-    "docs/zh/devices.md": f"| 模型 | 除 `--model` 和 `--length 4096` 之外的选项 | 每台设备的 token/s |\n{LINE}",
+PAGES = {  # with the heads of their tables
+    "docs/devices.md": "| model | options beside `--model` and `--length 4096` | tokens/s per device |",
+    "docs/zh/devices.md": "| 模型 | 除 `--model` 和 `--length 4096` 之外的选项 | 每台设备的 token/s |",
 }
 READMES = ("README.md", "docs/zh/README.md")
 START, END = "<!-- written by make device-table -->", "<!-- end -->"
@@ -89,6 +88,22 @@ def best(name: str, folder: Path, chip: str, devices: int) -> tuple[dict[str, ob
     return found
 
 
+def best(name: str, folder: Path, chip: str, devices: int) -> tuple[dict[str, object], float]:
+    """(options of the fastest plan that fits, with the rows it chooses, and its tokens/s per device); ({}, 0) if none
+    fits."""
+    found: tuple[dict[str, object], float] = ({}, 0.0)
+    for layout in layouts(name, devices):
+        options = {"--chip": chip, **layout, "--batch": 16 * devices}
+        report = planned(folder, options)
+        here = [each for each in report["suggested"] if "--mesh.fsdp" not in each]
+        if here:
+            options |= dict(re.findall(r"(--\S+)(?: ([^-]\S*))?", here[0]))
+            report = planned(folder, options)
+        if speed(report) > found[1]:
+            found = options | {"--rows": report["rows"]}, speed(report)
+    return found
+
+
 def rows(models=MODELS, chips=CHIPS, devices=DEVICES) -> dict[tuple[str, str, int], tuple[str, float]]:
     """{(model, chip, devices): (options as on the command line, tokens/s per device)}."""
     made = {}
@@ -108,7 +123,7 @@ def brief(tokens: float) -> str:
 
 
 def lines(made) -> list[str]:
-    """The rows of docs/devices.md."""
+    """The rows of the pages."""
     return [f"| {name} | `{options}` | {brief(tokens)} |" for (name, *_), (options, tokens) in made.items() if tokens]
 
 
@@ -123,8 +138,9 @@ def summary(made) -> str:
 
 def main() -> int:
     made = rows()
-    of_pages = {page: head + "\n".join(lines(made)) + "\n" for page, head in PAGES.items()}
-    for file, text in {**dict.fromkeys(READMES, summary(made)), **of_pages}.items():
+    texts = dict.fromkeys(READMES, summary(made))
+    texts |= {page: "\n".join([head, "|---|---|---|", *lines(made), ""]) for page, head in PAGES.items()}
+    for file, text in texts.items():
         before, rest = (ROOT / file).read_text().split(START)
         (ROOT / file).write_text(f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}")
     return 0

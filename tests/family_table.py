@@ -1,4 +1,4 @@
-"""Writes what was tested of each model family to docs/models.md: `python tests/family_table.py REPORT.xml ...`.
+"""Writes what was tested of each model family to docs/models.md and its Chinese page: `family_table.py REPORT.xml ...`.
 
 The reports are those of pytest's --junitxml; ones that do not exist are left out. `make family-table` runs the tests.
 """
@@ -12,7 +12,12 @@ from pathlib import Path
 
 from areax import models
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "models.md"
+VERSIONS = {
+    PAGE: "With {}.",
+    DOCS / "zh" / "models.md": "测试所用的版本：{}。",
+}  # the line below the table of each page
 COLUMNS = {  # a file of tests, and those that count
     "exact": ("test_models_parity", ("test_logits", "test_gradients", "test_packed_rows")),
     "engine": (
@@ -58,16 +63,17 @@ def table(found: dict[tuple[str, str], list[bool]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
 
 
-def write(page: str, found: dict[tuple[str, str], list[bool]]) -> str:
-    """The page with the table of a run, and the versions of the packages that it was compared with."""
+def write(page: str, found: dict[tuple[str, str], list[bool]], versions: str = VERSIONS[PAGE]) -> str:
+    """The page with the table of a run, and a line with the versions of the packages that it was compared with."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-    return f"{before}{BEGIN}\n{table(found)}\nWith {versions}.\n\n{END}{after}"
+    line = versions.format(", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
+    return f"{before}{BEGIN}\n{table(found)}\n{line}\n\n{END}{after}"
 
 
 if __name__ == "__main__":
     found = results(path for path in map(Path, sys.argv[1:]) if path.exists())
-    PAGE.write_text(write(PAGE.read_text(), found))
+    for page, versions in VERSIONS.items():
+        page.write_text(write(page.read_text(), found, versions))
     if failed := sorted(key for key, passed in found.items() if not all(passed)):
         sys.exit(f"these have tests that did not pass: {failed}")

@@ -1,7 +1,9 @@
 """The documentation site: its pages, entries and examples. `make docs` builds it and checks every link."""
 
+import base64
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import servers
 import tiny
 import yaml
-from docs_site import check, links, options
+from docs_site import check, links, notebook, options
 
 from areax.adapters import cli
 from areax.adapters.command_line import help, parse
@@ -46,7 +48,9 @@ def test_every_page_is_in_the_navigation_once():
         f"options/{name}" for name in options.pages()
     )
     others = [page.removeprefix("repository/") for page in named if page.startswith("repository/")]
-    assert others and all((ROOT / page).is_file() for page in others)
+    notebooks = [page for page in others if page.startswith("examples/") and page != "examples/README.md"]
+    assert sorted(notebooks) == [f"examples/{file.stem}.md" for file in sorted((ROOT / "examples").glob("*.ipynb"))]
+    assert all((ROOT / page).is_file() for page in others if page not in notebooks)
     own += [page.removeprefix("docs/") for page in others if page.startswith("docs/")]
     assert sorted(own) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
     assert len(named) == len(set(named))
@@ -156,15 +160,18 @@ def test_the_examples_of_a_page_print_what_they_say(page, tmp_path):
 
 
 def test_a_broken_site_is_reported(tmp_path):
-    """Links, anchors and what is fetched from elsewhere; names without an entry."""
+    """Links, anchors, what is fetched from elsewhere; the other language and the search; names without an entry."""
     (tmp_path / "api").mkdir()
+    (tmp_path / "zh").mkdir()
+    (tmp_path / "zh" / "b.html").write_text('<a class="other-language" href="../b.html">English</a>')
     entry = '<h2 id="areax.core.packing.pack">pack</h2> <a href="../b.html#there">b</a>'
     (tmp_path / "api" / "a.html").write_text(entry)
-    body = '<a id="there" href="c.html">c</a><a href="api/a.html#no"></a><a href="https://x.org">x</a>'
+    body = '<a href="zh/b.html">b</a><a id="there" href="c.html">c</a><a href="api/a.html#no"></a><a href="https://x.org">x</a>'
     (tmp_path / "b.html").write_text(f'{body}<script src="https://x.org/x.js"></script><a href="#there"></a>')
     found = check.problems(tmp_path)
     assert found[:3] == ["b.html: there is no c.html", "b.html: there is no anchor api/a.html#no",
                          "b.html: fetches https://x.org/x.js"]  # fmt: skip
+    assert found[3:5] == ["b.html: has no link to zh/b.html", "search: there is no index for pages opened as files"]
     assert "api: there is no entry of areax.core.packing.unpack" in found
     assert "api: there is no entry of areax.core.packing.pack" not in found
 
@@ -182,6 +189,8 @@ def test_a_broken_site_is_reported(tmp_path):
         ("repository/benchmarks/RESULTS.md", "[chips](CHIPS.md)", "[chips](CHIPS.md)"),
         ("repository/docs/zh/README.md", "[eta](concepts/staleness.md)", "[eta](../../../zh/concepts/staleness.md)"),
         ("zh/index.md", "[目录](README.md)", "[目录](../repository/docs/zh/README.md)"),
+        ("repository/examples/README.md", "[loss](own_loss.ipynb)", "[loss](own_loss.md)"),
+        ("repository/examples/own_loss.md", "[guide](../docs/moe.md)", "[guide](../../moe.md)"),
         ("repository/benchmarks/RESULTS.md", "[moe](../docs/moe.md)", "[moe](../../moe.md)"),
         ("demo.md", "[away](https://x.org), [here](#pictures)", "[away](https://x.org), [here](#pictures)"),
         ("demo.md", "[nothing](../nothing.md)", "[nothing](../nothing.md)"),
@@ -190,3 +199,18 @@ def test_a_broken_site_is_reported(tmp_path):
 )
 def test_links_are_rewritten_for_the_site(page, link, wanted):
     assert links.linked(link, page, lambda target: (ROOT / target).exists()) == wanted
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
+    drawn = {"output_type": "display_data", "data": {"image/png": base64.b64encode(b"png").decode()}}
+    printed = {"output_type": "stream", "text": ["3\n", "4\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Words."]},
+        {"cell_type": "code", "source": ["print(3)"], "outputs": [printed, drawn]},
+    ]
+    (tmp_path / "one.ipynb").write_text(json.dumps({"cells": cells}))
+    text, drawings = notebook.page(tmp_path / "one.ipynb")
+    assert text == (
+        "# Title\nWords.\n\n```python\nprint(3)\n```\n\n```text\n3\n4\n```\n\n![what this draws](one-0.png)\n"
+    )
+    assert drawings == {"one-0.png": b"png"}

@@ -29,6 +29,14 @@ def test_the_committed_table_names_every_model_type_once():
     assert all(set(cells) <= {"yes", "no", "-"} for cells in rows(text).values())
 
 
+def test_the_chinese_page_has_the_same_table_and_versions():
+    (english, before), (chinese, after) = family_table.VERSIONS.items()
+    table, other = (page.read_text().partition(family_table.BEGIN)[2] for page in (english, chinese))
+    table, other = (text.partition(family_table.END)[0] for text in (table, other))
+    versions = re.search(before.format("(.*)"), table)[1]
+    assert other == table.replace(before.format(versions), after.format(versions))
+
+
 def test_cells_are_what_the_report_says(tmp_path):
     path = tmp_path / "report.xml"
     path.write_text(REPORT)

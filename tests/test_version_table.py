@@ -14,7 +14,13 @@ def rows(text):
 
 
 def test_the_page_is_up_to_date():
-    assert version_table.write(PAGE) == PAGE, "run `make version-table`"
+    assert version_table.write(PAGE, version_table.tables()) == PAGE, "run `make version-table`"
+
+
+def test_the_chinese_tables_are_those_of_the_files_with_chinese_words():
+    page, tables = version_table.CHINESE.read_text(), version_table.chinese(version_table.tables())
+    assert version_table.write(page, tables) == page, "run `make version-table`"
+    assert all(word in tables for word in version_table.CHINESE_CELLS.values())
 
 
 def test_cells_are_what_the_files_say():

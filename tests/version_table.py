@@ -1,4 +1,4 @@
-"""Writes which versions are tested together to docs/releases.md: `make version-table`.
+"""Writes which versions are tested together to docs/releases.md and its Chinese page: `make version-table`.
 
 They are those of the files that continuous integration installs from and runs.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "releases.md"
+PAGE, CHINESE = ROOT / "docs" / "releases.md", ROOT / "docs" / "zh" / "releases.md"
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -24,6 +24,14 @@ PACKAGES = (
     "peft",
     "SGLang",
 )
+CHINESE_CELLS = {
+    "pyproject.toml allows": "pyproject.toml 允许的",
+    "tested": "测试过的",
+    "in SGLang's environment": "SGLang 环境里的",
+    "job": "任务",
+    "runs": "运行",
+    "that of the machine": "本机的版本",
+}
 BEGIN, END = "<!-- written by make version-table -->\n", "<!-- end of what make version-table writes -->\n"
 
 
@@ -82,11 +90,17 @@ def tables() -> str:
     return lines.replace("|  |", "| |").replace("| --- ", "|---").replace("--- |", "---|")
 
 
-def write(page: str) -> str:
+def chinese(tables: str) -> str:
+    """The tables with Chinese words in their cells."""
+    return re.sub(r"(?<=\| )[^|\n]+(?= \|)", lambda cell: CHINESE_CELLS.get(cell[0], cell[0]), tables)
+
+
+def write(page: str, tables: str) -> str:
     """The page with the tables of the files as they are."""
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(write(PAGE.read_text()))
+    PAGE.write_text(write(PAGE.read_text(), tables()))
+    CHINESE.write_text(write(CHINESE.read_text(), chinese(tables())))

@@ -1,10 +1,11 @@
 """Checks a built site: `python check.py site`. Prints what is wrong, a line each, and exits with 1.
 
-Every internal link and anchor resolves, no page fetches anything from elsewhere, and every public name of the API
-pages' modules has its anchor.
+Every internal link and anchor resolves, no page fetches anything from elsewhere, pages opened as files can be searched,
+pages in two languages link to each other, and every public name of the API pages' modules has its anchor.
 """
 
 import ast
+import os
 import sys
 import urllib.parse
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ class Page(HTMLParser):
         super().__init__()
         self.anchors: set[str] = set()
         self.links: list[str] = []
+        self.other_language = ""  # the link to it that hooks.py puts below the title; the navigation links all pages
         self.fetched: list[str] = []
         self.feed(text)
 
@@ -34,6 +36,8 @@ class Page(HTMLParser):
                 self.fetched.append(value)
             elif (tag, name) == ("a", "href"):
                 self.links.append(value)
+                if given.get("class") == "other-language":
+                    self.other_language = value
 
 
 def public_names(root: Path = ROOT) -> dict[str, list[str]]:
@@ -95,6 +99,13 @@ def problems(site: Path) -> list[str]:
                 there = pages[site / target.relative_to(site.resolve())]
                 if urllib.parse.unquote(anchor) not in there.anchors:
                     found.append(f"{shown}: there is no anchor {address}")
+    for file in pages.keys() & {site / page.relative_to(site / "zh") for page in (site / "zh").rglob("*.html")}:
+        chinese = site / "zh" / file.relative_to(site)
+        for here, there in ((file, chinese), (chinese, file)):
+            if pages[here].other_language != os.path.relpath(there, here.parent):
+                found.append(f"{here.relative_to(site)}: has no link to {there.relative_to(site)}")
+    if not (site / "search" / "search_index.js").is_file():
+        found.append("search: there is no index for pages opened as files")
     api = set().union(*(page.anchors for file, page in pages.items() if file.parent.name == "api"))
     for module, names in public_names().items():
         found += [f"api: there is no entry of {module}.{name}" for name in names if f"{module}.{name}" not in api]

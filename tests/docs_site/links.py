@@ -1,5 +1,5 @@
 """Links of the documentation as the site has them. On GitHub they are relative to the file, the repository's root
-above docs/; on the site the pages of docs/ are at the root and other documents in repository/."""
+above docs/; on the site the pages of docs/ are at the root, other documents and notebooks in repository/."""
 
 import os
 import posixpath
@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 REPOSITORY = (
     "README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md",
-    "benchmarks/CHIPS.md", "benchmarks/PROFILES.md", "benchmarks/DEMO.md", "docs/zh/README.md",
+    "benchmarks/CHIPS.md", "benchmarks/PROFILES.md", "benchmarks/DEMO.md", "examples/README.md", "docs/zh/README.md",
 )  # fmt: skip
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```.*?^```", re.S | re.M)
@@ -32,6 +32,8 @@ def linked(text: str, page: str, exists: Callable[[str], bool]) -> str:
         found = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
         if found in REPOSITORY:
             on_site = f"repository/{found}"
+        elif found.endswith(".ipynb"):
+            on_site = f"repository/{found.removesuffix('.ipynb')}.md"
         elif PurePosixPath(found).parts[0] == "docs" and PurePosixPath(found).suffix:
             on_site = found.removeprefix("docs/")
         elif exists(found):
