@@ -88,22 +88,6 @@ def best(name: str, folder: Path, chip: str, devices: int) -> tuple[dict[str, ob
     return found
 
 
-def best(name: str, folder: Path, chip: str, devices: int) -> tuple[dict[str, object], float]:
-    """(options of the fastest plan that fits, with the rows it chooses, and its tokens/s per device); ({}, 0) if none
-    fits."""
-    found: tuple[dict[str, object], float] = ({}, 0.0)
-    for layout in layouts(name, devices):
-        options = {"--chip": chip, **layout, "--batch": 16 * devices}
-        report = planned(folder, options)
-        here = [each for each in report["suggested"] if "--mesh.fsdp" not in each]
-        if here:
-            options |= dict(re.findall(r"(--\S+)(?: ([^-]\S*))?", here[0]))
-            report = planned(folder, options)
-        if speed(report) > found[1]:
-            found = options | {"--rows": report["rows"]}, speed(report)
-    return found
-
-
 def rows(models=MODELS, chips=CHIPS, devices=DEVICES) -> dict[tuple[str, str, int], tuple[str, float]]:
     """{(model, chip, devices): (options as on the command line, tokens/s per device)}."""
     made = {}
