@@ -138,8 +138,9 @@ test-agents: $(dev) ## test that an agent of each SDK learns which tool a questi
 	$(py) -m pytest -q $(call marked,agents)
 
 .PHONY: test-kernels
+test-kernels: export XLA_FLAGS += $(fast)
 test-kernels: $(dev) ## test GPU and TPU kernels, interpreted, against the reference
-	$(py) -m pytest -q $(call marked,kernel)
+	$(py) -m pytest -q $(call marked,kernel) $(both)
 
 .PHONY: test-sglang
 ifdef AREAX_SGLANG_PYTHON

@@ -7,9 +7,9 @@ The environment is set before JAX and torch load, and child processes inherit it
 import contextlib
 import gc
 import importlib
-import itertools
 import os
 import sys
+import time
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
@@ -33,21 +33,26 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-
-def exchange(root):
-    """Gives each worker the programs that the others compiled in earlier runs. Within a run none are
-    shared: JAX does not write files atomically."""
-    folders = [root, *root.glob("gw*")]
-    for one, other in itertools.permutations(folders, 2):
-        for path in one.glob("*-cache"):
-            with contextlib.suppress(OSError):  # there already, or a file system without links
-                (other / path.name).hardlink_to(path)
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+compiled = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled / worker)
+(compiled / worker).mkdir(parents=True, exist_ok=True)
 
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
-else:
-    exchange(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+def fetch_compiled():
+    """Links the programs that the other workers compiled into this process's folder; not the newest, since JAX does not
+    write files atomically."""
+    here = set(os.listdir(compiled / worker))
+    for folder in {compiled, *compiled.glob("gw*")} - {compiled / worker}:
+        for file in os.scandir(folder):
+            if file.name.endswith("-cache") and file.name not in here:
+                with contextlib.suppress(OSError):  # removed or linked meanwhile, or a file system without links
+                    if time.time() - file.stat().st_mtime > 2:
+                        os.link(file.path, compiled / worker / file.name)
+
+
+fetch_compiled()
+gc.disable()  # what imports make stays; enabled after the collection of tests
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -71,12 +76,17 @@ hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("areax")
 
 
-def pytest_collection_finish():
-    """Leaves the modules that are loaded out of garbage collections: what torch, transformers and JAX hold takes half a
-    second to walk through, and tracing starts hundreds of collections."""
+def freeze():
+    """Leaves the objects that exist out of later garbage collections: what torch, transformers and JAX hold takes
+    seconds to walk through, and tracing starts hundreds of collections."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    freeze()
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_runtest_setup(item):
@@ -84,6 +94,25 @@ def pytest_runtest_setup(item):
     for platform in ("gpu", "tpu"):
         if item.get_closest_marker(platform) and jax.default_backend() != platform:
             pytest.skip(f"needs a {platform.upper()}, JAX's backend is {jax.default_backend()}")
+
+
+MAPPED = Path("/proc/self/maps")
+
+
+def unload_compiled():
+    """Unloads all programs before they crash the process: each has about four memory mappings, Linux allows 65,530."""
+    if MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > 40_000:
+        gc.unfreeze()
+        jax.clear_caches()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After the last test of a file."""
+    if nextitem is not None and nextitem.path != item.path:
+        unload_compiled()
+        freeze()
+        fetch_compiled()
 
 
 @pytest.fixture

@@ -69,6 +69,10 @@ def test_unusable_paths_are_refused(saved, tmp_path):
     refused(tmp_path / "nowhere", "must be a directory that exists")
     refused(saved / "config.json", "got a file")
     refused(tmp_path, "needs config.json")
+    with pytest.raises(ValueError, match="load: dtype must be one of bfloat16, float16, float32, float64, got bf16"):
+        hf.load(saved, "bf16")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused(tmp_path, "got adapters; merge them: areax convert")
     (saved / "config.json").write_text('{"model_type": "qwen3",')
     refused(saved, "config.json: damaged or half-written JSON")
     (saved / "config.json").write_text("[]")

@@ -204,11 +204,11 @@ def test_critics_are_those_of_rows():
     actor = losses.POLICIES["PPO"]()
     critic = partial(models.value, config=CONFIG, run=RUN)
 
-    def beside(batch):
-        batch = prepared(batch)
+    @jax.jit
+    def advantages(batch):
         return actor.prepare(batch, step.make_scores(SCORE)(PARAMS, batch))
 
-    same_objective(Critic(), critic, PARAMS, beside=beside)
+    same_objective(Critic(), critic, PARAMS, beside=lambda batch: advantages(prepared(batch)))
 
 
 def test_process_rewards_are_those_of_rows():

@@ -7,15 +7,14 @@ import json
 import os
 import re
 import signal
-import threading
 
 import jax
-import jobs
 import pytest
 import servers
 import tiny
 
 from areax.adapters import cli
+from areax.adapters.tracking import run_dir
 from areax.recipes.shared import profiling
 from areax.rollout.tasks import arithmetic
 
@@ -58,17 +57,18 @@ def test_the_named_steps_are_traced(place, tmp_path, capsys):
     assert "sft starts after step 5: --profile 5 traces nothing\n" in capsys.readouterr().err
 
 
-def test_a_run_that_is_stopped_writes_what_it_has(place, tmp_path, capsys):
+def test_a_run_that_is_stopped_writes_what_it_has(place, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
+    log = run_dir.Run.log
 
-    def stop():
-        jobs.until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") > 2)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def log_and_stop(run, kind, step, **values):
+        """Few steps, since each one lengthens the trace, which takes seconds to write."""
+        log(run, kind, step, **values)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    stopping = threading.Thread(target=stop)
-    stopping.start()
+    monkeypatch.setattr(run_dir.Run, "log", log_and_stop)
     assert cli.main(words(place, "sft", out, steps=100000, profile="2:100000")) == 130
-    stopping.join()
     last = json.loads((out / "summary.json").read_text())["steps"]
     assert marked(out, "sft", capsys.readouterr().err, f"steps 2 to {last}") == list(range(2, last + 1))
 

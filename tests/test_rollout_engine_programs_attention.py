@@ -1,5 +1,6 @@
 """The engine's attention over pages against each sequence alone, for steps of decoding and chunks of prompts."""
 
+import itertools
 from functools import partial
 
 import attention_oracle
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import triton_ir
+from sweeps import thinned
 
 from areax.models.attention.pattern import Pattern
 from areax.rollout.engine.programs import attention, attention_gpu, attention_tpu
@@ -46,10 +48,11 @@ def placed(k_BLKH, v_BLKV, ends, seed):
     return pages, table_BX
 
 
-@pytest.mark.parametrize("many", [(1, 1), (2, 1), (6, 8)])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("T", STARTS)
-@pytest.mark.parametrize("kind", PATTERNS)
+# Every fifth: all pairs of two axes' values are among them.
+CASES = thinned(itertools.product(PATTERNS, STARTS, [False, True], [(1, 1), (2, 1), (6, 8)]), 5, pytest.mark.wide)
+
+
+@pytest.mark.parametrize("kind, T, sinks, many", CASES)
 def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many, monkeypatch):
     monkeypatch.setattr(attention, "together", lambda *_: many)
     check(kind, T, sinks, 8, 5)

@@ -19,7 +19,7 @@ from ...parallel import rules
 from ...rollout.servers.labels import MANIFEST
 from .. import safetensors
 from ..runtime import passed
-from .config_files import read_config, read_json
+from .config_files import float_dtype, read_config, read_json
 from .lazy import views
 from .manifests import compare_names, compare_tensor, verified
 from .matching import SCALAR, check_tensor, complaint, keyed, matched
@@ -49,9 +49,10 @@ def load(
         images.
 
     Raises:
-      ValueError: as `read_config` and `check`; a truncated checkpoint; missing, unexpected or misshapen tensors, by
-        name; as `models.with_vision`.
+      ValueError: as `read_config` and `check`; an unknown dtype; a truncated checkpoint; missing, unexpected or
+        misshapen tensors, by name; as `models.with_vision`.
     """
+    dtype = dtype and float_dtype("load", dtype)
     config, stored = read_config(path), safetensors.read(path)
     config = models.with_vision(config) if vision else config
     config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing, score_head)
