@@ -233,9 +233,16 @@ version-table: $(dev) ## write to docs/releases.md which versions continuous int
 	$(py) tests/version_table.py
 
 .PHONY: hooks
-hooks: ## have git check commit messages: links tests/commit_message.py as its commit-msg hook
-	@ln -s ../../tests/commit_message.py "$$(git rev-parse --git-path hooks)/commit-msg"
+hooks: ## have git check commit messages: its commit-msg hook runs tests/commit_message.py of the worktree
+	@hook="$$(git rev-parse --git-path hooks/commit-msg)" || exit 1; \
+	run='test ! -f tests/commit_message.py || exec python3 tests/commit_message.py "$$1"'; \
+	if grep -qs commit_message.py "$$hook"; then echo "git checks commit messages already: $$hook"; \
+	elif [ -e "$$hook" ] || [ -L "$$hook" ] || git config core.hooksPath > /dev/null; then \
+	  echo "make hooks: there must be no commit-msg hook and no core.hooksPath, got $$hook;" \
+	    "add this line to that file: $$run" >&2; exit 1; \
+	else mkdir -p "$$(dirname "$$hook")" && printf '#!/bin/sh\n%s\n' "$$run" > "$$hook.new" && \
+	  chmod +x "$$hook.new" && mv "$$hook.new" "$$hook"; fi
 
 .PHONY: release
 release: $(dev) ## check, build, commit and tag a version on main, without pushing it: make release VERSION=x.y.z
-	@$(py) tests/release.py "$(VERSION)"
+	@$(py) tests/release.py "$$VERSION"

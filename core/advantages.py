@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from . import shaping as shapings
 from .batch import Batch
-from .checks import validate
+from .checks import one_of, validate
 from .returns import gae, returns
 from .segments import by_id, to_tokens, total
 from .shapes import shaped
@@ -196,6 +196,8 @@ def group(
     Returns:
       adv_BJ, f32 or wider, 0 in empty and unscorable slots. Not meant to be differentiated.
     """
+    for name, value in (("mean", mean), ("std", std)):
+        one_of(f"group: {name}", value, Literal["group", "batch", "none"])
     shape, size = reward_BJ.shape, reward_BJ.size
     reward_A, group_A, rollout_A = (jnp.asarray(x).reshape(-1) for x in (reward_BJ, group_BJ, rollout_BJ))
     scorable_A = (rollout_A >= 0) & ~jnp.isnan(reward_A)

@@ -12,6 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from .batch import Batch
+from .checks import one_of
 from .segments import by_id, divisor, to_tokens, total
 
 Denominator = Literal["token", "sequence", "sequence_sum", "constant", "rollout", "prompt"]
@@ -24,6 +25,7 @@ def share(batch: Batch, mask_BT, kind: Denominator, tokens: int = 0):
       mask_BT: the tokens that count; a sequence without any does not count.
       tokens: the divisor of "constant".
     """
+    one_of("share: kind", kind, Denominator)
     weight_BT = jnp.where(mask_BT, batch.weight_BT, 0)
     if kind == "token":
         return weight_BT / divisor(jnp.sum(weight_BT))

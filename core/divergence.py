@@ -15,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from .checks import one_of
 from .shapes import shaped
 
 Divergence = Literal["forward", "reverse", "js"]
@@ -56,6 +57,7 @@ def top(logits_CV, ids_CK, logp_CK, *, kind: Divergence, beta: float = 0.5, temp
 
 def between(student_CK, teacher_CK, kind: Divergence, beta: float):
     """The divergence [C] between log-probabilities over the same, exhaustive K outcomes."""
+    one_of("divergence: kind", kind, Divergence)
     s_CK, t_CK = student_CK, jax.lax.stop_gradient(teacher_CK)
     kl = lambda p_CK, q_CK: jnp.sum(jnp.exp(p_CK) * (p_CK - q_CK), -1)
     if kind == "forward":

@@ -28,7 +28,7 @@ SHARES = {
 
 
 def of(p) -> str:
-    """The formula of a `Policy`."""
+    """The formula of a `Policy` as text: what it maximises, its symbols, and where it differs from the paper."""
     prox = PROXIMAL[p.correction.proximal]
     lines = [f"gain = {_gain(p)}", *_reward(p.shaping, p.kl, prox), f"A = {_advantage(p.advantage, prox)}"]
     if p.surrogate != "score":

@@ -72,7 +72,7 @@ def k1(logp_BT, ref_BT):
 
 @shaped
 def k2(logp_BT, ref_BT):
-    """(logp - ref)^2 / 2."""
+    """(logp - ref)^2 / 2; on tokens that the policy samples, its expected gradient is that of KL(policy, reference)."""
     return jnp.square(logp_BT - ref_BT) / 2
 
 

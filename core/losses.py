@@ -36,7 +36,10 @@ class SFT:
         return "SFT: minimise -sum_t w_t log pi(y_t | y_<t) / sum_t w_t"
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Folds 1 / (sum of weights) into the weights; they stay 0 in a batch without learnt tokens."""
+        """Folds 1 / (sum of weights) into the weights; they stay 0 in a batch without learnt tokens.
+
+        A batch that was not prepared gets the sum in place of the mean.
+        """
         weight_BT = jnp.where(batch.mask_BT, batch.weight_BT, 0)
         total = jnp.sum(weight_BT)
         return batch.replace(weight_BT=weight_BT / jnp.where(total > 0, total, 1))

@@ -126,7 +126,7 @@ def empty_like(abstract):
 
 
 def merge_trees(a, b):
-    """`merge`, leaf by leaf."""
+    """Merges two trees of metrics leaf by leaf, each as `merge` does."""
     return jax.tree.map(merge, a, b, is_leaf=_whole)
 
 

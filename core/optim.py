@@ -42,7 +42,7 @@ class Optimizer:
       vision_lr: peak learning rate of a vision tower in training, with the same schedule; 0 = `lr`.
       schedule: learning rate after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
-      steps: length of the schedule in optimiser steps, including the warm-up.
+      steps: length of the schedule in optimiser steps, including the warm-up; 0 = in a recipe the whole run.
       floor: final learning rate as a fraction of lr.
       b1: decay of Adam's first moment, also in muon; of lion's interpolation.
       b2: decay of Adam's second moment, also in muon; of lion's momentum (its authors use 0.99).
@@ -113,8 +113,10 @@ class Optimizer:
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:
             raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
-        narrow = "float32", "bfloat16"
-        for name, known in (("state", get_args(moments.Dtype)), ("weights", narrow), ("gradients", narrow)):
+        narrow, schedules = ("float32", "bfloat16"), ("constant", "cosine", "linear")
+        for name, known in (
+            ("schedule", schedules), ("state", get_args(moments.Dtype)), ("weights", narrow), ("gradients", narrow),
+        ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"Optimizer: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}; choose one of "
@@ -127,7 +129,11 @@ class Optimizer:
 
 
 def schedule(spec: Optimizer) -> optax.Schedule:
-    """Learning rate at a step (from 0)."""
+    """The learning rate as a function of the optimiser step, counted from 0.
+
+    Raises:
+      ValueError: a cosine or linear schedule does not reach beyond its warm-up.
+    """
     if spec.schedule != "constant" and spec.steps <= spec.warmup:
         raise ValueError(
             f"Optimizer: a {spec.schedule} schedule needs steps > warmup, got {spec.steps} and {spec.warmup}"

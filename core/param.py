@@ -286,10 +286,10 @@ def init(key, table: Table, dtype="float32"):
 
 
 def abstract(table: Table, dtype="float32"):
-    """The parameter tree as shapes and dtypes."""
+    """The parameter tree with a `jax.ShapeDtypeStruct` in place of each array."""
     return tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.param.dtype or dtype)), table)
 
 
 def count(table: Table) -> int:
-    """Number of weights."""
+    """Number of weights in a table."""
     return sum(math.prod(leaf.shape) for leaf in leaf_list(table))

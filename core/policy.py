@@ -225,7 +225,8 @@ class Policy:
 
     def _check_inputs(self, batch: Batch, scores):
         for missing, needs, what in (
-            (self.needs_scores and scores is None, "recompute or an entropy floor", "scores of the current weights"),
+            (self.needs_scores and scores is None, "recompute or an entropy floor",
+             "scores of the current weights, from step.make_scores"),
             (self.needs_reference and batch.ref_BT is None, f"kl coef {self.kl.coef:g}", "ref_BT"),
             (self.advantage.teacher and "teacher" not in batch.target, "a teacher", 'target["teacher"]'),
             (self.correction.proximal == "interpolate" and "version" not in batch.scalars, "interpolate",
@@ -237,6 +238,8 @@ class Policy:
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`, with a bonus also `out.entropy_BT`."""
         mask_BT, adv_BT, segment_BT, J = batch.mask_BT, batch.adv_BT, batch.segment_BT, batch.reward_BJ.shape[-1]
+        if "share_BT" not in batch.target:
+            raise ValueError(f"{self.name}: the batch must come from {self.name}.prepare, got one that does not")
         how, target, share_BT = self.correction, batch.target, batch.target["share_BT"]
         # Values off the mask are replaced before any exponential, so that NaN cannot leak.
         logp_BT, sampler_BT = jnp.where(mask_BT, out.logp_BT, 0), jnp.where(mask_BT, batch.logp_BT, 0)

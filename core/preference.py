@@ -181,7 +181,9 @@ class KTO:
           ValueError: scores or `ref_BT` are missing.
         """
         if scores is None:
-            raise ValueError("KTO.prepare: the baseline needs scores of the current weights, got None")
+            raise ValueError(
+                "KTO.prepare: the baseline needs scores of the current weights, from step.make_scores, got None"
+            )
         learns_BT, usable_BJ = _learning(batch, self.name)
         known_BJ = jnp.isin(batch.label_BJ, jnp.array([0, 1, BASELINE]))
         label_BJ = jnp.where(usable_BJ & known_BJ, batch.label_BJ, jnp.nan)

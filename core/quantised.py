@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .checks import one_of
+
 Kind = Literal["int8", "nf4"]
 BLOCK = 64  # entries along the last axis that share a scale, or the largest part of it that divides the axis
 SMALLEST = 16  # of a block
@@ -53,6 +55,7 @@ def block(width: int) -> int:
 
 def quantise(w, kind: Kind):
     """The weight in 8 or 4 bits; as it is if its blocks would be too short."""
+    one_of("quantise: kind", kind, Kind)
     size = block(w.shape[-1])
     if not size:
         return w

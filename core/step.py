@@ -31,7 +31,12 @@ class State:
 
 
 def init(params, optimizer: optax.GradientTransformation, shardings: State | None = None) -> State:
-    """Creates the state at step 0, on a mesh with the given shardings."""
+    """Creates the state at step 0. A step donates it, `params` included: copy weights that are needed afterwards.
+
+    Args:
+      optimizer: an optax transformation, such as that of `optim.make_optimizer`.
+      shardings: those of the state on a mesh (`parallel.rules.of_state`); None = one device.
+    """
     zero = lambda: jnp.zeros((), jnp.int32)
     if shardings is None:
         return State(params, optimizer.init(params), zero())
@@ -226,7 +231,10 @@ def make_loss(score: Callable, objective) -> Callable:
 
 
 def make_scores(score: Callable) -> Callable:
-    """Returns jitted `scores(params, batch, *frozen) -> out` over a Batch [M, B, T], without gradients."""
+    """Returns jitted `scores(params, batch, *frozen) -> out` over a Batch [M, B, T], without gradients.
+
+    The arrays of `out` have axes [M, B, T]; as `scores` they are what `prepare` of an objective compares with.
+    """
 
     def scores(params, batch: Batch, *frozen):
         micro = lambda i: jax.tree.map(lambda x: x[i], batch)

@@ -88,7 +88,7 @@ def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
 
 
 def family(config):
-    """The model module of a config's family."""
+    """The module of `models` that defines a config's family."""
     return FAMILIES[config.family]
 
 
@@ -197,7 +197,7 @@ def _tapped(layers, config, seen):
 
 
 def last_norm(x_BTD, params, config):
-    """The norm behind the last layer."""
+    """Applies the norm after the last layer."""
     return rms_norm(x_BTD, params["norm"], config.norm_eps, config.norm_offset)
 
 
@@ -231,10 +231,12 @@ def logits(product, config):
     return scaled if cap is None else cap * jnp.tanh(scaled / cap)
 
 
+@shaped
 def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run(), images=None):
-    """Next-token logits, f32[B, T, V].
+    """Next-token logits, f32[B, T, V]: those at a position predict the token after it.
 
     Args:
+      token_BT: token ids; that they are in the vocabulary is not checked.
       position_BT: rope positions; None = index within the segment.
       segment_BT: segment ids, adjacent equal ids being one sequence; 0 = padding; None = each row is one sequence.
       images: the arrays of `vision.arrange`, whose positions are then those of rope; None = text alone.
@@ -275,9 +277,14 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
         temperature 1, without gradients. If their vocabulary is larger, only its first V entries.
 
     Raises:
-      ValueError: one of the others has a smaller vocabulary; or there are images, and one of the models was loaded
-        without its vision tower; or one has no output head.
+      ValueError: the batch is not one microbatch [B, T]; one of the others has a smaller vocabulary; or there are
+        images, and one of the models was loaded without its vision tower; or one has no output head.
     """
+    if batch.token_BT.ndim != 2:
+        raise ValueError(
+            f"score: the batch must be one microbatch [B, T], got tokens of shape {batch.token_BT.shape}; "
+            "take one with jax.tree.map(lambda x: x[0], batch)"
+        )
     for each in (config, *(other for _, other in others)):
         _check_output(each)
     hidden_BTD, aux, layout = _hidden(params, batch, config, run)

@@ -18,7 +18,7 @@ MADE_BY_GIT = re.compile(
     '|(Revert|Reapply) "'
     "|(fixup|squash|amend)! "
 )
-SCISSORS = re.compile(r"^. -+ >8 -+$.*", re.M | re.S)  # what follows is the diff that `git commit --verbose` shows
+SCISSORS = re.compile(r"^\S+ -+ >8 -+$.*", re.M | re.S)  # what follows is the diff that `git commit --verbose` shows
 LONGEST = 100  # characters of the first line
 FILLER = """a the some more minor small various misc stuff fix fixes fixed bug bugs typo typos change changes update
 updates improve improvements clean up cleanup refactoring address review comments wip""".split()
@@ -54,7 +54,7 @@ def _of_first_line(line: str, files: list[str]) -> Iterable[str]:
     if subject.endswith("."):
         yield f"the subject must not end with a full stop, got {subject[-20:]!r}; remove it"
     if set(re.findall(r"\w+", subject.lower())) <= set(FILLER):
-        yield f"the subject must say what changes, got {subject!r}; name what is different now"
+        yield f"the subject must say what changes, got {subject!r:.80}; name what is different now"
     if len(line) > LONGEST:
         yield f"the first line may have {LONGEST} characters, got {len(line)}; move the reason to the body"
 
@@ -76,19 +76,24 @@ def changed() -> list[str]:
     They are those of the new commit and of HEAD: git does not tell this hook whether the new one replaces HEAD.
     """
     for command in ("git diff --cached --name-only -z HEAD^", "git ls-files -z"):
-        done = subprocess.run(command.split(), capture_output=True, text=True)
+        done = subprocess.run(command.split(), capture_output=True)
         if done.returncode == 0:
             break
-    return [name for name in done.stdout.split("\0") if name]
+    return [name for name in done.stdout.decode(errors="replace").split("\0") if name]
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("commit_message.py: needs one file, the message of a commit", file=sys.stderr)
         return 2
-    written = SCISSORS.sub("", Path(arguments[0]).read_text(encoding="utf-8", errors="replace"))
+    try:
+        written = SCISSORS.sub("", Path(arguments[0]).read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        print(f"commit_message.py: needs a file with the message of a commit, got {error}", file=sys.stderr)
+        return 2
     strip = ["git", "stripspace", "--strip-comments"]
-    message = subprocess.run(strip, input=written, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(strip, input=written.encode(), stdout=subprocess.PIPE, check=True)  # in any locale
+    message = done.stdout.decode()
     wrong = violations(message, changed())
     for line in wrong:
         print(f"commit message: {line}", file=sys.stderr)

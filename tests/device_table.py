@@ -1,4 +1,4 @@
-"""Which models fit on which devices, by `areax plan`: writes docs/devices.md and the table of README, also the Chinese.
+"""Which models fit on which devices, by `areax plan`: writes the tables of docs/devices.md and README, and of docs/zh.
 
 `make device-table` runs it. Each cell follows the plan's own suggestions: `--rows auto`, and the options that make it
 fit.
@@ -11,6 +11,8 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+
+import written_parts
 
 from areax.adapters import cli
 
@@ -40,7 +42,10 @@ MODELS = {  # as published
                                       num_hidden_layers=94, num_attention_heads=64),
 }  # fmt: skip
 CHIPS, DEVICES = ("h100", "h200", "v5p", "v6e"), (1, 8, 64)
-HEAD = "| model | options beside `--model` and `--length 4096` | tokens/s per device |\n|---|---|---|\n"
+PAGES = {  # with the heads of their tables
+    "docs/devices.md": "| model | options beside `--model` and `--length 4096` | tokens/s per device |",
+    "docs/zh/devices.md": "| 模型 | 除 `--model` 和 `--length 4096` 之外的选项 | 每台设备的 token/s |",
+}
 READMES = ("README.md", "docs/zh/README.md")
 START, END = "<!-- written by make device-table -->", "<!-- end -->"
 
@@ -102,7 +107,7 @@ def brief(tokens: float) -> str:
 
 
 def lines(made) -> list[str]:
-    """The rows of docs/devices.md."""
+    """The rows of the pages."""
     return [f"| {name} | `{options}` | {brief(tokens)} |" for (name, *_), (options, tokens) in made.items() if tokens]
 
 
@@ -117,10 +122,14 @@ def summary(made) -> str:
 
 def main() -> int:
     made = rows()
-    page = HEAD + "\n".join(lines(made)) + "\n"
-    for file, text in (*((readme, summary(made)) for readme in READMES), ("docs/devices.md", page)):
-        before, rest = (ROOT / file).read_text().split(START)
-        (ROOT / file).write_text(f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}")
+    texts = dict.fromkeys(READMES, summary(made))
+    texts |= {page: "\n".join([head, "|---|---|---|", *lines(made), ""]) for page, head in PAGES.items()}
+    pages = {ROOT / file: text for file, text in texts.items()}
+    changed = {
+        page: written_parts.replaced(page.read_text(), START, END, f"\n\n{text}\n") for page, text in pages.items()
+    }
+    for page, text in changed.items():
+        page.write_text(text)
     return 0
 
 

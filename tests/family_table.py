@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import written_parts
+
 from areax import models
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -65,10 +67,8 @@ def table(found: dict[tuple[str, str], list[bool]]) -> str:
 
 def write(page: str, found: dict[tuple[str, str], list[bool]], versions: str = VERSIONS[PAGE]) -> str:
     """The page with the table of a run, and a line with the versions of the packages that it was compared with."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
     line = versions.format(", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
-    return f"{before}{BEGIN}\n{table(found)}\n{line}\n\n{END}{after}"
+    return written_parts.replaced(page, BEGIN, END, f"\n{table(found)}\n{line}\n\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import PIL.Image
 
 from areax import models
 from areax.adapters import hf, orbax
@@ -159,6 +160,11 @@ def disagree(folder: str) -> dict[str, str]:
         "row": lambda: agreement.same("rows", rows=changed if other else rows),
         "array": lambda: agreement.same("arrays", x={"numbers": numbers + other * (numbers == 3000)}),
         "type": lambda: agreement.same("types", loss=Other() if other else One()),
+        "set": lambda: agreement.same("values", x={"words": {f"word {i}" for i in range(20)}}),
+        "object array": lambda: agreement.same("arrays", x=np.array([f"{i}" for i in range(9)], object)),
+        "picture": lambda: agreement.same("pictures", x=PIL.Image.new("L", (4, 4))),
+        "other picture": lambda: agreement.same("pictures", x=PIL.Image.new("L", (4, 4), int(other))),
+        "jax array": lambda: agreement.same("arrays", x=jnp.zeros(5000).at[2500].set(int(other))),
         "order": lambda: agreement.same("fields", **({"a": 1, "b": 2} if other else {"b": 2, "a": 1})),
         "absent": lambda: agreement.same("fields", **({"a": 1} if other else {"a": 1, "b": 2})),
         "equal replicas": lambda: agreement.replicas("arrays", pair),

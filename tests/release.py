@@ -1,27 +1,32 @@
 """Makes a release of this checkout: `make release VERSION=x.y.z`. docs/releases.md says what it checks.
 
-Everything happens in a temporary worktree under dist/, which git ignores; main, the tag and the files in dist/ appear
-at the end, so a failed check changes nothing. Nothing is pushed or uploaded.
+Everything happens in a worktree under dist/, which git ignores; the files in dist/, the tag and main change at the end,
+so a failed check changes nothing. What a release that was killed left behind, the next one removes. Nothing is pushed
+or uploaded.
 """
 
+import contextlib
 import datetime
 import email
+import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from packaging.metadata import Metadata
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
-HEADING = re.compile(r"^## \[(.+?)\].*$", re.M)
-PLACE = "__init__.py", re.compile(r'^__version__ = ".*"$', re.M)  # the only place of the version
+HEADING = re.compile(r"^## \[(.+?)\][^\r\n]*", re.M)
+PLACE = "__init__.py", re.compile(r'^__version__ = ".*"', re.M)  # the only place of the version
 
 
 def release(version: str, root: Path) -> tuple[Path, Path]:
@@ -37,31 +42,84 @@ def release(version: str, root: Path) -> tuple[Path, Path]:
         raise ValueError(f"the tree must be clean, got {len(dirty.splitlines())} changed files; commit or stash them")
     if (branch := git("branch", "--show-current")) != "main":
         raise ValueError(f"a release is made on main, got {branch or 'no branch'}; git switch main")
-    if git("tag", "--list", f"v{version}"):
-        raise ValueError(f"VERSION must be new, got {version}, of which there is a tag; take a higher one")
+    tag = f"v{version}"
+    if git("tag", "--list", tag):
+        if git("branch", "--list", "--contains", tag, "main"):
+            raise ValueError(f"VERSION must be new, got {version}, of which there is a tag; take a higher one")
+        raise ValueError(
+            f"VERSION must be new, got {version}, whose tag is not on main: a release that was killed left it; "
+            f"git tag --delete {tag}, and run this again"
+        )
+    for who in "AUTHOR", "COMMITTER":
+        git("var", f"GIT_{who}_IDENT")  # fails without a name and an address, which the commit needs
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    changelog = moved((root / "CHANGELOG.md").read_text(), version, today)
+    changelog = moved(text(root / "CHANGELOG.md"), version, today)
 
-    dist = root / "dist"
+    dist = root.resolve() / "dist"
     dist.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dist, prefix=".release-") as folder:
-        tree, built = Path(folder, "tree"), Path(folder, "built")
-        git("worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
+    with alone(dist), workplace(dist / ".release", git) as tree, contextlib.ExitStack() as undo:
+        (tree / "CHANGELOG.md").write_bytes(changelog.encode())
+        name, line = PLACE
+        (tree / name).write_bytes(line.sub(f'__version__ = "{version}"', text(tree / name)).encode())
+        built = build(tree, tree.parent / "built")
+        check(*built, version)
+        # Hooks of pre-commit would want a .venv in the worktree.
+        message = f"chore(release): areax {version}"
+        git("commit", "--quiet", "--no-verify", "--message", message, "--", "CHANGELOG.md", name, at=tree)
+        commit = git("rev-parse", "HEAD", at=tree)
+        wheel, sdist = (file.rename(dist / file.name) for file in built)
+        undo.callback(wheel.unlink)
+        undo.callback(sdist.unlink)
+        git("tag", "--annotate", tag, "--message", f"areax {version}", commit)
+        undo.callback(git, "tag", "--delete", tag)
+        git("merge", "--quiet", "--ff-only", commit)  # the last step: until here, main has no trace of the release
+        undo.pop_all()
+    return wheel, sdist
+
+
+@contextlib.contextmanager
+def alone(dist: Path) -> Iterator[None]:
+    """Raises ValueError if another release works in this folder."""
+    held = os.open(dist, os.O_RDONLY)
+    try:
         try:
-            (tree / "CHANGELOG.md").write_text(changelog)
-            name, line = PLACE
-            (tree / name).write_text(line.sub(f'__version__ = "{version}"', (tree / name).read_text()))
-            wheel, sdist = build(tree, built)
-            check(wheel, sdist, version)
-            # Hooks of pre-commit would want a .venv in the worktree.
-            message = f"chore(release): areax {version}"
-            git("commit", "--quiet", "--no-verify", "--message", message, "--", "CHANGELOG.md", name, at=tree)
-            commit = git("rev-parse", "HEAD", at=tree)
-        finally:
-            git("worktree", "remove", "--force", str(tree))
-        git("merge", "--quiet", "--ff-only", commit)
-        git("tag", "--annotate", f"v{version}", "--message", f"areax {version}", commit)
-        return wheel.rename(dist / wheel.name), sdist.rename(dist / sdist.name)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError("only one release at a time, got another one of this checkout; wait for it") from None
+        yield
+    finally:
+        os.close(held)
+
+
+@contextlib.contextmanager
+def workplace(folder: Path, git: Callable[..., str]) -> Iterator[Path]:
+    """A worktree of HEAD in a folder, which is removed before, as a release that was killed leaves it, and after."""
+    tree = folder / "tree"
+
+    def remove() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+        if f"worktree {tree}" in git("worktree", "list", "--porcelain").splitlines():
+            git("worktree", "remove", "--force", "--force", str(tree))  # twice: also if killed while it was made
+
+    remove()
+    try:
+        git("worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
+        yield tree
+    finally:
+        remove()
+
+
+def text(file: Path) -> str:
+    """The text of a file, with its own line ends.
+
+    Raises:
+      ValueError: it is not UTF-8.
+    """
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name} must be UTF-8, got {error}; save it as UTF-8") from None
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -79,18 +137,25 @@ def moved(changelog: str, version: str, day: str) -> str:
     """The changelog with the entries of Unreleased under this version and day.
 
     Raises:
-      ValueError: the version is not newer than those that it has, or nothing is under Unreleased.
+      ValueError: the version is not newer than those that it has, one of these has another form, or nothing is under
+        Unreleased.
     """
     headings = list(HEADING.finditer(changelog))
     if not headings or headings[0][1] != "Unreleased":
         raise ValueError("CHANGELOG.md must begin with `## [Unreleased]`; add it")
+    for heading in headings[1:]:
+        if not VERSION.fullmatch(heading[1]):
+            raise ValueError(
+                f"CHANGELOG.md: below Unreleased, headings must be `## [x.y.z]`, got {heading[0]!r}; mend it"
+            )
     last = max((heading[1] for heading in headings[1:]), key=number, default="0.0.0")
     if number(version) <= number(last):
         raise ValueError(f"VERSION must be higher than the last, {last}, got {version}; take a higher one")
     start, end = headings[0].end(), headings[1].start() if headings[1:] else len(changelog)
     if not re.search(r"^- ", changelog[start:end], re.M):
         raise ValueError("CHANGELOG.md must have an entry under Unreleased, got none; say what changed")
-    return f"{changelog[:start]}\n\n## [{version}] - {day}{changelog[start:]}"
+    line_end = "\r\n" if changelog.startswith("\r\n", start) else "\n"
+    return f"{changelog[:start]}{2 * line_end}## [{version}] - {day}{changelog[start:]}"
 
 
 def build(tree: Path, out: Path) -> tuple[Path, Path]:
@@ -149,14 +214,14 @@ def run(*words: str, at: Path | None = None) -> str:
     """What a command prints; without PYTHONPATH, by which another copy of areax might be imported.
 
     Raises:
-      RuntimeError: it failed; with all that it printed.
+      RuntimeError: it failed; what it printed is on stderr.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(words, cwd=at, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"`{' '.join(words)}` must succeed, got exit code {done.returncode}:\n{done.stdout}{done.stderr}"
-        )
+        print(done.stdout, done.stderr, sep="", end="", file=sys.stderr)
+        what = f"`{' '.join(words)}` must succeed, got exit code {done.returncode}"
+        raise RuntimeError(f"{what}; nothing has changed: mend what it says above, and run this again")
     return done.stdout.strip()
 
 
@@ -164,9 +229,12 @@ def main(arguments: list[str]) -> int:
     version = " ".join(arguments)
     try:
         wheel, sdist = release(version, ROOT)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("release: interrupted; nothing has changed", file=sys.stderr)
+        return 130
     print(f"released areax {version} on main of this checkout, tag v{version}\n  {wheel}\n  {sdist}")
     print(f"to publish it: git push --atomic origin main v{version}, then upload both files")
     return 0

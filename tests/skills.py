@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,7 +13,7 @@ def skill(file: Path) -> str:
     """The content of a SKILL.md: its own front matter, and the page named like its folder, with adjusted links.
 
     Raises:
-      ValueError: it has no front matter.
+      ValueError: it has no front matter, or there is no such page.
     """
     matter = re.match(r"---\n.*?\n---\n", file.read_text(), re.S)
     if not matter:
@@ -23,11 +24,18 @@ def skill(file: Path) -> str:
         target = DOCS / path
         return f"]({os.path.relpath(target, file.parent)}{anchor})" if path and target.exists() else link[0]
 
-    page = (DOCS / f"{file.parent.name}.md").read_text()
+    guide = DOCS / f"{file.parent.name}.md"
+    if not guide.exists():
+        raise ValueError(f"{file}: must have a guide, got no {guide}; rename or delete its folder with the page")
+    page = guide.read_text()
     linked = re.sub(r"\]\(([^)]+)\)", there, page)
     return f"{matter[0]}\n{linked}"
 
 
 if __name__ == "__main__":
-    for file in sorted(SKILLS.glob("*/SKILL.md")):
-        file.write_text(skill(file))
+    try:
+        made = {file: skill(file) for file in sorted(SKILLS.glob("*/SKILL.md"))}
+    except (ValueError, OSError) as error:
+        sys.exit(f"skills: {error}; nothing was written")
+    for file, text in made.items():
+        file.write_text(text)

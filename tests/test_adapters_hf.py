@@ -18,7 +18,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.commands import convert
-from areax.adapters.hf import saving
+from areax.adapters.hf import reading, saving
 from areax.rollout.servers.labels import read_label
 from areax.rollout.weights import store
 
@@ -69,6 +69,10 @@ def test_unusable_paths_are_refused(saved, tmp_path):
     refused(tmp_path / "nowhere", "must be a directory that exists")
     refused(saved / "config.json", "got a file")
     refused(tmp_path, "needs config.json")
+    with pytest.raises(ValueError, match="load: dtype must be one of bfloat16, float16, float32, float64, got bf16"):
+        hf.load(saved, "bf16")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused(tmp_path, "got adapters; merge them: areax convert")
     (saved / "config.json").write_text('{"model_type": "qwen3",')
     refused(saved, "config.json: damaged or half-written JSON")
     (saved / "config.json").write_text("[]")
@@ -160,6 +164,31 @@ def test_a_checkpoint_that_does_not_match_its_manifest_is_refused(tmp_path):
         hf.load(path)
     (path / "manifest.json").unlink()
     hf.load(path)
+
+
+def test_a_fingerprint_tells_any_number(tmp_path):
+    def of(*ones, shape=(300, 400)):
+        x = np.zeros(shape, np.float32)
+        x.reshape(-1)[list(ones)] = 1
+        safetensors.write(tmp_path, {"a": x, "b": np.zeros(())}, [x, np.zeros(())])
+        return hf.fingerprint(tmp_path)
+
+    marks = [of(), of(0), of(5000), of(-1), of(0), of(shape=(400, 300))]
+    assert marks[1] == marks[4] and len({mark["a"] for mark in marks}) == 5 and len({mark["b"] for mark in marks}) == 1
+    assert of()["a"].startswith("float32[300, 400] ")
+
+
+def test_a_fingerprint_of_large_weights_reads_pieces_of_each_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "WHOLE", 0)
+
+    def of(*ones):
+        x = np.zeros(300_000, np.float32)
+        x[list(ones)] = 1
+        safetensors.write(tmp_path, {"a": x, "b": x[:50]}, [x, x[:50]])
+        return hf.fingerprint(tmp_path)
+
+    assert of()["a"] == of(5000)["a"] != of(0)["a"] != of(-1)["a"] and of()["b"] != of(49)["b"]
+    assert of()["a"] != of(*range(100_000, 130_000))["a"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

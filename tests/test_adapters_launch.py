@@ -237,6 +237,22 @@ def test_a_command_after_env_runs_with_this_interpreter(here, tmp_path):
     assert out.read_text().split() == [sys.executable, "4"]
 
 
+def test_asked_for_stacks_from_its_start_on_a_process_goes_on(here, tmp_path):
+    out, ready = tmp_path / "out", tmp_path / "ready"
+    code = "import faulthandler, pathlib, signal, sys, time\n"
+    code += "faulthandler.register(signal.SIGUSR1)\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(1000)"
+    here.start("one", [PYTHON, "-c", code, str(ready)], {}, str(out))
+    jobs.until(lambda: b"python" in Path(f"/proc/{here._running['one'].pid}/cmdline").read_bytes().split(b"\0")[0])
+    while not ready.exists():
+        here.signal("one", signal.SIGUSR1)
+        assert here.poll("one") is None
+        time.sleep(0.002)
+    for _ in range(20):
+        here.signal("one", signal.SIGUSR1)
+        time.sleep(0.01)
+    assert here.poll("one") is None and "most recent call first" in out.read_text()
+
+
 def server_part(place, host, folder, port, name="server 0"):
     words = [PYTHON, str(place / "server.py"), str(folder), "127.0.0.1", str(port)]
     return Part(name, host, words, {}, str(folder / f"{port}.log"), url=f"http://127.0.0.1:{port}")

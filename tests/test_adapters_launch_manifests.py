@@ -412,7 +412,7 @@ def test_nodes_of_a_task(data, tmp_path, capsys):
     )  # fmt: skip
     assert task["num_nodes"] == 3 and task["resources"] == {"cpus": "8+", "accelerators": "H100:2"}
     assert task["file_mounts"] == {"/shared": {"source": "s3://mine", "mode": "MOUNT"}} and task["workdir"] == "."
-    assert task["secrets"].keys() == {"AREAX_STAGER_KEY"} and task["setup"] == "pip install 'areax[cuda]'"
+    assert task["secrets"].keys() == {"AREAX_STAGER_KEY"} and task["setup"] == "pip install '.[cuda]'"
     with nodes(tmp_path, task) as (running, base):
         jobs.until(lambda: all((tmp_path / f"told-{i}").exists() for i in range(2)))
         first = said_in(tmp_path)

@@ -138,11 +138,62 @@ def test_the_hook_takes_what_git_makes_of_a_message(repository):
     git("merge", "--no-edit", "main")
 
 
-def test_hooks_overwrite_none(repository):
-    Path(".git/hooks/commit-msg").write_text("# mine")
+@pytest.mark.parametrize("what", ["a hook", "a link to nothing", "a folder of hooks"])
+def test_hooks_overwrite_none(repository, what):
+    hook = Path(".git/hooks/commit-msg")
+    if what == "a hook":
+        hook.write_text("# mine")
+    elif what == "a link to nothing":
+        hook.symlink_to("nothing")
+    else:
+        hook = Path("all-hooks/commit-msg")
+        git("config", "core.hooksPath", "all-hooks")
     done = subprocess.run(["make", "hooks"], capture_output=True, text=True)
-    assert done.returncode and "File exists" in done.stderr
-    assert Path(".git/hooks/commit-msg").read_text() == "# mine"
+    assert done.returncode and done.stderr.startswith(
+        f"make hooks: there must be no commit-msg hook and no core.hooksPath, got {hook}; add this line to that file: "
+    )
+    assert not hook.exists() or hook.read_text() == "# mine"
+
+
+def test_hooks_of_every_worktree(tmp_path, monkeypatch):
+    """Of a repository without a folder of hooks, at a path with a blank; a second call changes nothing."""
+    (tmp_path / "a b").mkdir()
+    repositories.enter(tmp_path / "a b", monkeypatch)
+    shutil.rmtree(".git/hooks", ignore_errors=True)
+    shutil.copy(ROOT / "Makefile", ".")
+    Path("tests").mkdir()
+    shutil.copy(commit_message.__file__, "tests")
+    assert commit("build: the first files").returncode == 0
+    shell("make hooks")
+    assert "git checks commit messages already: .git/hooks/commit-msg" in shell("make hooks").stdout
+    git("worktree", "add", "--quiet", "../other")
+    for folder in ".", "../other":
+        monkeypatch.chdir(folder)
+        assert commit("no type").returncode == 1
+        assert commit("feat(core): a type").returncode == 0
+    git("rm", "--quiet", "tests/commit_message.py")  # as on a branch from before
+    assert commit("no type").returncode == 0
+
+
+def test_the_hook_in_any_locale(repository):
+    """With names of files that are not UTF-8, and a message that is neither."""
+    shell("make hooks")
+    os.close(os.open(b"core/caf\xe9", os.O_CREAT))
+    git("add", "--all")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shell("git commit --quiet --message 'fix(core): \u4fee\u6b63 \U0001f680'", **plain)
+    shell("git commit --quiet --allow-empty --message $'fix(core): caf\\xe9'", **plain)
+
+
+def test_a_message_that_cannot_be_read_is_named(tmp_path, capsys):
+    for words in [], [str(tmp_path / "none")], [str(tmp_path)]:
+        assert commit_message.main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("commit_message.py: needs ")
+
+
+def test_a_diff_below_a_longer_comment_sign_is_no_message():
+    assert commit_message.SCISSORS.sub("", "fix: a\n// ------ >8 ------\ndiff --git a/x b/x\n") == "fix: a\n"
 
 
 def test_pre_commit_runs_it_on_messages_only():

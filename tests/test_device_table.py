@@ -1,4 +1,5 @@
-"""The tables of which models fit on which devices: README and docs/devices.md agree, and are what `areax plan` says."""
+"""The tables of which models fit on which devices: README and docs/devices.md agree, also the Chinese, and are what
+`areax plan` says."""
 
 import json
 import re
@@ -10,16 +11,22 @@ from device_table import CHIPS, DEVICES, MODELS, ROOT, brief
 ROW = re.compile(r"^\| ([\w.-]+) \| `(.+)` \| ([\d.]+k) \|$", re.M)
 
 
-def written():
-    """{(model, chip, devices): (options, tokens/s)} of docs/devices.md."""
+def written(page="docs/devices.md"):
+    """{(model, chip, devices): (options, tokens/s)} of a page."""
     found = {}
-    for name, options, tokens in ROW.findall((ROOT / "docs/devices.md").read_text()):
+    for name, options, tokens in ROW.findall((ROOT / page).read_text()):
         mesh = [int(count) for count in re.findall(r"--mesh\.\w+ (\d+)", options)]
         devices = 1
         for count in mesh:
             devices *= count
         found[name, re.search(r"--chip (\w+)", options).group(1), devices] = options, tokens
     return found
+
+
+@pytest.mark.parametrize("page", device_table.PAGES)
+def test_the_tables_of_the_pages_have_the_same_rows(page):
+    assert written(page) == written()
+    assert f"\n{device_table.PAGES[page]}\n" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize("file", device_table.READMES)

@@ -174,6 +174,12 @@ def test_a_broken_site_is_reported(tmp_path):
     assert found[3:5] == ["b.html: has no link to zh/b.html", "search: there is no index for pages opened as files"]
     assert "api: there is no entry of areax.core.packing.unpack" in found
     assert "api: there is no entry of areax.core.packing.pack" not in found
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.html").write_text('<a href="../outside.html#there"></a>')
+    (tmp_path / "outside.html").write_text("")  # is none of the site's pages
+    assert check.problems(tmp_path / "d")[0] == "a.html: there is no ../outside.html#there"
+    (tmp_path / "e").mkdir()
+    assert check.problems(tmp_path / "e") == [f"{tmp_path / 'e'}: a site must have pages, got none; make docs"]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +199,7 @@ def test_a_broken_site_is_reported(tmp_path):
         ("repository/examples/own_loss.md", "[guide](../docs/moe.md)", "[guide](../../moe.md)"),
         ("repository/benchmarks/RESULTS.md", "[moe](../docs/moe.md)", "[moe](../../moe.md)"),
         ("demo.md", "[away](https://x.org), [here](#pictures)", "[away](https://x.org), [here](#pictures)"),
+        ("demo.md", "[all](..)", "all (`.`)"),
         ("demo.md", "[nothing](../nothing.md)", "[nothing](../nothing.md)"),
         ("demo.md", "```\n[code](../README.md)\n```", "```\n[code](../README.md)\n```"),
     ],

@@ -8,6 +8,7 @@ import jobs
 import pytest
 
 from areax.adapters import orbax
+from areax.parallel.multihost import agreement
 
 PROGRAM = str(Path(job_program.__file__))
 WANTED = {  # the end of each error
@@ -16,6 +17,11 @@ WANTED = {  # the end of each error
     "row": f"rows[7].answer is ...{'x' * 20}y{'x' * 39}... in process 1, ...{'x' * 60}... in process 0; start all",
     "array": "x.numbers is int64[4000] with hash ",
     "type": "loss is <class '__main__.Other'> in process 1, <class '__main__.One'> in process 0;",
+    "set": "",
+    "object array": "",
+    "picture": "",
+    "other picture": "x is uint8[4, 4] with hash ",
+    "jax array": "x is float32[5000] with hash ",
     "order": "",
     "absent": "b is absent in process 1, 2 in process 0;",
     "equal replicas": "",
@@ -52,3 +58,13 @@ runpy.run_path({PROGRAM!r}, run_name="__main__")
     assert codes == [3, 2]
     line = "processes: all need the same software, got jax 0.0.1 in process 1, "
     assert all(line in (tmp_path / f"{i}.log").read_text() for i in range(2))
+
+
+def test_an_editors_link_beside_the_code_is_left_out(tmp_path, monkeypatch):
+    code = tmp_path / "core"
+    code.mkdir()
+    (code / "__init__.py").write_text("")
+    monkeypatch.setattr(agreement, "__file__", str(tmp_path / "parallel/multihost/agreement.py"))
+    before = agreement._software.__wrapped__()
+    (code / ".#step.py").symlink_to("somebody@somewhere:1")  # as Emacs does while a file is edited
+    assert agreement._software.__wrapped__() == before

@@ -1,5 +1,6 @@
 """Releases, made in repositories of their own: what they change, and that a failed check changes nothing."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -33,6 +34,16 @@ def test_entries_move_under_the_version_and_its_day():
     )
     first = CHANGELOG.partition("## [0.9.0]")[0]
     assert release.moved(first, "0.1.0", "2026-03-04").count("## [") == 2
+    windows = CHANGELOG.replace("\n", "\r\n")
+    assert release.moved(windows, "0.10.0", "2026-03-04") == windows.replace(
+        "## [Unreleased]\r\n", "## [Unreleased]\r\n\r\n## [0.10.0] - 2026-03-04\r\n"
+    )
+
+
+@pytest.mark.parametrize("heading", ["## [Unreleased]", "## [0.8.0rc1] - 2026-01-01"])
+def test_a_heading_of_another_form_is_named(heading):
+    with pytest.raises(ValueError, match=re.escape(f"headings must be `## [x.y.z]`, got '{heading}'; mend it")):
+        release.moved(f"{CHANGELOG}\n{heading}\n", "0.10.0", "2026-03-04")
 
 
 @pytest.mark.parametrize("version", ["1.0", "v1.0.0", "1.0.0rc1", "01.0.0", "", "1.0.0\n"])
@@ -71,6 +82,23 @@ def nothing_to_say():
     git("commit", "--quiet", "--all", "--message", "docs(changelog): nothing left")
 
 
+def no_changelog():
+    git("rm", "--quiet", "CHANGELOG.md")
+    git("commit", "--quiet", "--message", "docs(changelog): nothing left")
+
+
+def latin_changelog():
+    Path("CHANGELOG.md").write_bytes(CHANGELOG.encode() + b"\xff")
+    git("commit", "--quiet", "--all", "--message", "docs(changelog): an odd letter")
+
+
+def nobody():
+    git("config", "user.useConfigOnly", "true")
+    for name in repositories.ENVIRONMENT:  # of this test, after which they are as before
+        if name.startswith(("GIT_AUTHOR", "GIT_COMMITTER")):
+            del os.environ[name]
+
+
 def no_package():
     """The checks pass, and the build fails."""
 
@@ -83,6 +111,9 @@ def no_package():
         (detached, "0.10.0", "a release is made on main, got no branch; git switch main"),
         (tagged, "0.10.0", "VERSION must be new, got 0.10.0, of which there is a tag"),
         (nothing_to_say, "0.10.0", "CHANGELOG.md must have an entry under Unreleased, got none; say what changed"),
+        (no_changelog, "0.10.0", "No such file or directory"),
+        (latin_changelog, "0.10.0", "CHANGELOG.md must be UTF-8, got 'utf-8' codec can't decode byte 0xff"),
+        (nobody, "0.10.0", "`git var GIT_AUTHOR_IDENT` must succeed, got exit code 128; nothing has changed"),
         (no_package, "0.9.0", "VERSION must be higher than the last, 0.9.0, got 0.9.0; take a higher one"),
         (no_package, "0.8.99", "VERSION must be higher than the last, 0.9.0, got 0.8.99"),
         (no_package, "0.10", "VERSION must have the form x.y.z, got '0.10'"),
@@ -96,6 +127,88 @@ def test_a_failed_check_changes_nothing(repository, capsys, monkeypatch, before,
     assert release.main([version]) == 1
     assert error in capsys.readouterr().err
     assert state() == was
+
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+import release
+
+command, (stop, how) = release.run, sys.argv[1:]
+
+def build(tree, out):
+    out.mkdir()
+    files = out / "areax-0.10.0-py3-none-any.whl", out / "areax-0.10.0.tar.gz"
+    for file in files:
+        file.write_text((tree / "__init__.py").read_text())
+    return files
+
+def run(*words, at=None):
+    if words[1] == stop:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "fails":
+            words = "git", "no-such-command"
+        if how == "waits":
+            print("here", flush=True)
+            sys.stdin.read()
+    return command(*words, at=at)
+
+release.build, release.check, release.run = build, lambda *_: None, run
+release.ROOT = Path.cwd()
+sys.exit(release.main(["0.10.0"]))
+"""
+
+
+def stopped(at="", how=""):
+    """A release without the building, which is killed, fails or waits at a command of git."""
+    path = os.environ | {"PYTHONPATH": str(release.ROOT / "tests")}
+    words = [sys.executable, "-c", STOPPED, at, how]
+    return subprocess.Popen(words, env=path, stdin=-1, stdout=-1, stderr=-1, text=True)
+
+
+@pytest.mark.parametrize("command", ["worktree", "commit", "tag", "merge"])
+def test_a_command_that_fails_undoes_all(repository, command):
+    Path("dist").mkdir()
+    was = state()
+    failed = stopped(command, "fails")
+    assert (
+        failed.communicate()[1]
+        .splitlines()[-1]
+        .endswith("must succeed, got exit code 1; nothing has changed: mend what it says above, and run this again")
+    )
+    assert failed.returncode == 1 and state() == was
+    assert stopped().communicate()[0].startswith("released areax 0.10.0 on main of this checkout, tag v0.10.0\n")
+
+
+@pytest.mark.parametrize("command", ["rev-parse", "merge"])
+def test_what_a_killed_release_left_behind_is_removed_by_the_next(repository, command):
+    was = git("rev-parse", "main").stdout
+    killed = stopped(command, "killed")
+    killed.communicate()
+    assert killed.returncode == -9
+    assert Path("dist/.release/tree").exists() and git("rev-parse", "main").stdout == was
+    if command == "merge":
+        line = (
+            "release: VERSION must be new, got 0.10.0, whose tag is not on main: a release that was killed left it; "
+            "git tag --delete v0.10.0, and run this again\n"
+        )
+        assert stopped().communicate()[1] == line
+        git("tag", "--delete", "v0.10.0")
+    assert stopped().communicate()[0].startswith("released areax 0.10.0")
+    assert len(git("worktree", "list").stdout.splitlines()) == 1
+    assert [path.suffix for path in sorted(Path("dist").iterdir())] == [".whl", ".gz"]
+
+
+def test_one_release_at_a_time(repository):
+    first = stopped("commit", "waits")
+    assert first.stdout.readline() == "here\n"
+    second = stopped()
+    assert second.communicate()[1] == (
+        "release: only one release at a time, got another one of this checkout; wait for it\n"
+    )
+    assert second.returncode == 1
+    assert first.communicate("")[0].startswith("released areax 0.10.0") and first.returncode == 0
 
 
 @pytest.fixture
@@ -112,6 +225,12 @@ def clone(tmp_path, monkeypatch):
     repositories.enter(tmp_path, monkeypatch)
     git("add", "--all")
     git("commit", "--quiet", "--message", "feat: all of it")
+
+
+def test_make_passes_a_version_on_as_it_is(clone):
+    failed = make_release('1.0.0"; touch made; "')
+    assert "VERSION must have the form x.y.z, got '1.0.0\"; touch made; \"'" in failed.stderr
+    assert failed.returncode and not Path("made").exists()
 
 
 def make_release(version):

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER, GLOSSARY = ROOT / "docs" / "zh", "glossary.md"
 # A fence may stand in a list; a line that is not in a fence and begins with more than 4 spaces continues a list's item.
 CODE = re.compile(r"^ *```.*?^ *```$|^    (?! ).*?$", re.S | re.M)
+ADDRESS = re.compile(r"[a-z]+:")
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 
 
@@ -76,16 +77,25 @@ def translation(page: Path) -> Path:
 
 
 def sections(page: Path) -> list[Section]:
-    """The sections of a page, without what stands before its first heading."""
+    """The sections of a page, without what stands before its first heading.
+
+    Raises:
+      ValueError: it has no heading, or a code block that does not end.
+    """
     found: list[tuple[int, str, list[str]]] = []
-    in_code = False
-    for line in page.read_text().splitlines(keepends=True):
-        in_code ^= line.startswith("```")
+    begun = 0  # the line of the code block
+    for number, line in enumerate(page.read_text().splitlines(keepends=True), 1):
+        if line.startswith("```"):
+            begun = 0 if begun else number
         heading = re.match(r"(#+) (.*)", line)
-        if heading and not in_code:
+        if heading and not begun:
             found.append((len(heading[1]), heading[2], []))
         if found:
             found[-1][2].append(line)
+    if begun:
+        raise ValueError(f"{page}: the code block that begins in line {begun} must end with a line of ```")
+    if not found or found[0][0] != 1:
+        raise ValueError(f"{page}: must begin with a heading `# Title`, got {found[0][1] if found else 'none'}")
     return [Section(level, title, "".join(lines)) for level, title, lines in found]
 
 
@@ -141,12 +151,14 @@ def without(some: list[str], others: list[str]) -> list[str]:
 def target(link: str, page: Path) -> str:
     """Where a link leads, as an English page, from the root; on a Chinese page it may be written as on the English."""
     path, hash_sign, anchor = link.partition("#")
-    if "://" in link:
+    if ADDRESS.match(link):
         return link
     places = [(folder / path).resolve() for folder in (page.parent, english(page).parent)]
     file = page if not path else next((place for place in places if place.exists()), places[0])
     if anchor:
         anchor = dict(zip(anchors(file), anchors(english(file)), strict=False)).get(anchor, anchor)
+    if not file.is_relative_to(ROOT):
+        raise ValueError(f"{page}: links must lead to files of the repository, got {link}")
     return english(file).relative_to(ROOT).as_posix() + hash_sign + anchor
 
 
@@ -156,7 +168,7 @@ def chinese_link(link: str, page: Path) -> str:
     Raises:
       ValueError: there is no heading for its anchor.
     """
-    if "://" in link:
+    if ADDRESS.match(link):
         return link
     path, hash_sign, anchor = target(link, page).partition("#")
     file = translation(ROOT / path)
@@ -170,42 +182,56 @@ def chinese_link(link: str, page: Path) -> str:
     return (os.path.relpath(file, page.parent) if file != page or not anchor else "") + hash_sign + anchor
 
 
-def record(page: Path) -> None:
-    """Writes which sections a Chinese page translates, and a link to the English page, before its first heading."""
+def recording(page: Path) -> str:
+    """A Chinese page with a line on which sections it translates, and a link to the English page, before its title."""
     source = english(page)
     hashes = " ".join(section.hash for section in sections(source))
     first = f"<!-- 译自 {source.relative_to(ROOT).as_posix()}，各节 sha256 前 8 位：{hashes} -->"
     text = page.read_text()
     body = text[re.search(r"^# ", text, re.M).start() :]
-    page.write_text(f"{first}\n\n[English]({os.path.relpath(source, page.parent)})\n\n{body}")
+    return f"{first}\n\n[English]({os.path.relpath(source, page.parent)})\n\n{body}"
 
 
-def adjust_links(page: Path) -> None:
-    """Makes the links of a Chinese page lead to Chinese pages where there are any."""
-    head, heading, body = page.read_text().partition("\n# ")
+def linked(text: str, page: Path) -> str:
+    """The text of a Chinese page with links that lead to Chinese pages where there are any."""
+    head, heading, body = text.partition("\n# ")
     parts = re.split(f"({CODE.pattern})", body, flags=CODE.flags)
     parts[::2] = [LINK.sub(lambda link: chinese_link(link[0], page), part) for part in parts[::2]]
-    page.write_text(head + heading + "".join(parts))
+    return head + heading + "".join(parts)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--done", nargs="+", type=Path, default=[], metavar="PAGE", help="Chinese pages")
     done = [page.resolve() for page in parser.parse_args().done]
-    wrong = [f"{page}: must be a page of docs/zh that translates one of docs" for page in done if page not in pages()]
-    wrong = wrong or [line for page in done for line in differences(page, everything=True)]
-    if wrong:
-        print("\n".join(wrong), file=sys.stderr)
+    try:
+        if wrong := record(done):
+            print("\n".join(wrong), file=sys.stderr)
+            return 1
+        behind = [line for page in pages() for line in lagging(page)]
+    except (ValueError, OSError) as error:
+        print(f"translations: {error}; nothing was written", file=sys.stderr)
         return 1
-    for page in done:
-        record(page)
-    for page in pages() if done else []:
-        adjust_links(page)
-    print("\n".join(line for page in pages() for line in lagging(page)) or "no section lags behind")
+    print("\n".join(behind) or "no section lags behind")
     english_pages = [page for page in sorted(FOLDER.parent.rglob("*.md")) if not page.is_relative_to(FOLDER)]
     missing = [page.relative_to(FOLDER.parent).as_posix() for page in english_pages if translation(page) == page]
     print("without translation:", ", ".join(missing) or "none")
     return 0
+
+
+def record(done: list[Path]) -> list[str]:
+    """Records that these pages are done, and adjusts links, unless something is wrong: then one line for each thing."""
+    if alone := [page.relative_to(ROOT).as_posix() for page in pages() if not english(page).is_file()]:
+        return [f"{', '.join(alone)}: must translate a page, got none of that name; move or delete it"]
+    wrong = [f"{page}: must be a page of docs/zh that translates one of docs" for page in done if page not in pages()]
+    wrong = wrong or [line for page in done for line in differences(page, everything=True)]
+    if wrong:
+        return wrong
+    texts = {page: recording(page) if page in done else page.read_text() for page in pages()} if done else {}
+    texts = {page: linked(text, page) for page, text in texts.items()}  # before any is written
+    for page, text in texts.items():
+        page.write_text(text)
+    return []
 
 
 if __name__ == "__main__":

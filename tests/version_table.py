@@ -4,9 +4,11 @@ They are those of the files that continuous integration installs from and runs.
 """
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import written_parts
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,11 +68,10 @@ def jobs() -> dict[str, tuple[list[str], list[str]]]:
 def parts() -> list[str]:
     """The make targets that .ci/run runs, in its order."""
     text = (ROOT / ".ci" / "run").read_text()
-    (first,), (last,) = (
-        re.findall(r'^parts="(.*)"$', text, re.M),
-        re.findall(r"^for part in \$parts (.*); do$", text, re.M),
-    )
-    return f"{first} {last}".split()
+    first, last = (re.findall(rule, text, re.M) for rule in (r'^parts="(.*)"$', r"^for part in \$parts (.*); do$"))
+    if len(first) != 1 or len(last) != 1:
+        raise ValueError('.ci/run must have one line `parts="..."` and one `for part in $parts ...; do`')
+    return f"{first[0]} {last[0]}".split()
 
 
 def tables() -> str:
@@ -97,10 +98,16 @@ def chinese(tables: str) -> str:
 
 def write(page: str, tables: str) -> str:
     """The page with the tables of the files as they are."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}"
+    return written_parts.replaced(page, BEGIN, END, f"\n{tables}\n")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(write(PAGE.read_text(), tables()))
-    CHINESE.write_text(write(CHINESE.read_text(), chinese(tables())))
+    try:
+        made = {
+            PAGE: write(PAGE.read_text(), tables()),
+            CHINESE: write(CHINESE.read_text(), chinese(tables())),
+        }
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        sys.exit(f"version-table: {' '.join(str(error).split())}; nothing was written")
+    for page, text in made.items():
+        page.write_text(text)

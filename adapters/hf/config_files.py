@@ -50,6 +50,10 @@ def read_config(path: str | os.PathLike):
     if not path.is_dir():
         raise ValueError(f"{path}: a checkpoint must be a directory, got a file; name the one that holds config.json")
     if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path}: a checkpoint is needed, got adapters; merge them: areax convert {path} MERGED --merge"
+            )
         raise ValueError(f"{path}: a checkpoint needs config.json, got none; is this the right directory?")
     hf = read_json(path / "config.json")
     try:
@@ -106,10 +110,19 @@ def save_dtype(config, params, dtype=None) -> np.dtype:
     """The requested dtype, else that of the checkpoint the model came from, else of the parameters."""
     source = wrappers.text(json.loads(config.source))
     name = dtype or source.get("dtype") or source.get("torch_dtype") or jax.tree.leaves(params)[0].dtype
+    return float_dtype("save", name)
+
+
+def float_dtype(function: str, name) -> np.dtype:
+    """The dtype of that name.
+
+    Raises:
+      ValueError: it is none that checkpoints have.
+    """
     try:
         known = jax.numpy.dtype(name)
     except TypeError:
         known = None
     if known not in FLOATS:
-        raise ValueError(f"save: dtype must be one of {', '.join(sorted(str(d) for d in FLOATS))}, got {name}")
+        raise ValueError(f"{function}: dtype must be one of {', '.join(sorted(str(d) for d in FLOATS))}, got {name}")
     return known

@@ -19,13 +19,14 @@ from ...parallel import rules
 from ...rollout.servers.labels import MANIFEST
 from .. import safetensors
 from ..runtime import passed
-from .config_files import read_config, read_json
+from .config_files import float_dtype, read_config, read_json
 from .lazy import views
 from .manifests import compare_names, compare_tensor, verified
 from .matching import SCALAR, check_tensor, complaint, keyed, matched
 from .placing import place
 
-SAMPLED = 1024  # numbers of a tensor that a fingerprint reads
+WHOLE = 16 << 30  # bytes of a checkpoint that a fingerprint reads completely: seconds, also from a disk
+PIECES, PIECE = 16, 4096  # of a tensor of a larger one, and their bytes
 
 
 def load(
@@ -49,9 +50,10 @@ def load(
         images.
 
     Raises:
-      ValueError: as `read_config` and `check`; a truncated checkpoint; missing, unexpected or misshapen tensors, by
-        name; as `models.with_vision`.
+      ValueError: as `read_config` and `check`; an unknown dtype; a truncated checkpoint; missing, unexpected or
+        misshapen tensors, by name; as `models.with_vision`.
     """
+    dtype = dtype and float_dtype("load", dtype)
     config, stored = read_config(path), safetensors.read(path)
     config = models.with_vision(config) if vision else config
     config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing, score_head)
@@ -60,14 +62,26 @@ def load(
 
 
 def fingerprint(path: str | os.PathLike) -> dict[str, str]:
-    """{tensor: dtype, shape and a hash of its first SAMPLED numbers} of a checkpoint: tells fine-tuned weights from
-    others without reading them.
+    """{tensor: dtype, shape and a hash of its bytes} of a checkpoint; of tensors in one larger than WHOLE, a hash of
+    PIECES of them, the first and the last bytes among these.
 
     Raises:
       ValueError: as `safetensors.read`.
     """
-    start = lambda x: safetensors.digest(x.reshape(-1)[:SAMPLED])
-    return {name: f"{x.dtype}{list(x.shape)} {start(x)}" for name, x in safetensors.read(path).items()}
+    tensors = safetensors.read(path)
+    whole = sum(x.nbytes for x in tensors.values()) <= WHOLE
+
+    def described(x: np.ndarray) -> str:
+        flat = x.reshape(-1).view(np.uint8)
+        if not whole and flat.size > PIECES * PIECE:
+            starts = np.linspace(0, flat.size - PIECE, PIECES).astype(int)
+            flat = np.concatenate([flat[start : start + PIECE] for start in starts])
+        digest = safetensors.digest(flat)
+        safetensors.forget(x)
+        return f"{x.dtype}{list(x.shape)} {digest}"
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(tensors, pool.map(described, tensors.values()), strict=True))
 
 
 def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], skip: Collection[str] = ()) -> None:

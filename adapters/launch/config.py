@@ -108,13 +108,13 @@ class SkyPilot:
     Attributes:
       file: file to write the task to; "" = print it.
       accelerators: accelerators of a node, as H100:8; "" = none, and one node per process and server.
-      setup: command that installs areax on a node.
+      setup: command that installs areax on a node; the default is for the directory of a checkout.
       shared: address of a bucket, as s3://mine, that all nodes mount at /shared; "" = none.
     """
 
     file: str = ""
     accelerators: str = ""
-    setup: str = "pip install 'areax[cuda]'"
+    setup: str = "pip install '.[cuda]'"
     shared: str = ""
 
 

@@ -77,6 +77,8 @@ class Host:
           log: file to append the output to; "" = this process's output.
         """
         words = [sys.executable if word == PYTHON else word for word in words]
+        # From now on, not only once Python is ready to print stacks, SIGUSR1 does not end it.
+        words = ["sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *words]
         # Unbuffered, to have the last lines however it ends; in a new session, so that only the launcher gets Ctrl-C.
         changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environ}
         given = {key: value for key, value in changed.items() if value is not None}

@@ -27,13 +27,15 @@ WIDTH = 60  # characters of a value in an error
 
 
 def shown(value: Any) -> str:
-    """The repr of a value, without the addresses that those of functions have, which differ from process to process."""
-    return re.sub(r" at 0x[0-9a-f]+(?=>)", "", repr(value))
+    """The repr of a value, without what differs from process to process: addresses, and the order of a set."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__} of {', '.join(sorted(map(shown, value)))}"
+    return re.sub(r" at 0x[0-9a-fA-F]+(?=>)", "", repr(value))
 
 
 def same(what: str, /, **values: Any) -> None:
-    """Checks that all processes have the same values: arrays to the bit, dataclasses, mappings and lists by their
-    entries, others as `shown`.
+    """Checks that all processes have the same values: arrays and pictures to the bit, dataclasses, mappings and lists
+    by their entries, others as `shown`.
 
     Args:
       what: what they are, for the error.
@@ -69,6 +71,8 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, inside in value.items():
             yield from _entries(f"{name}.{key}" if name else str(key), inside)
+    elif isinstance(value, np.ndarray) and value.dtype == object:  # which holds addresses
+        yield from _entries(name, value.tolist())
     elif isinstance(value, list | tuple) and value:
         for i, inside in enumerate(value):
             yield from _entries(f"{name}[{i}]", inside)
@@ -77,8 +81,10 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{list(value.shape)} with hash {_hash(value)}"
+    arrays = isinstance(value, jax.Array) or hasattr(value, "__array_interface__")  # those of numpy, pictures of PIL
+    if arrays and not isinstance(value, np.generic):
+        array = np.asarray(value)
+        return f"{array.dtype}{list(array.shape)} with hash {_hash(array)}"
     return shown(value)
 
 
@@ -108,7 +114,7 @@ def _gathered(text: str) -> list[str]:
 
 
 def same_software() -> None:
-    """Checks that all processes run the same Python, jax and code of this package; needs no devices.
+    """Checks that all processes run the same Python, jax, jaxlib and code of this package; needs no devices.
 
     Raises:
       ValueError: in the processes that differ from process 0.
@@ -131,9 +137,10 @@ def same_software() -> None:
 def _software() -> dict[str, str]:
     root, digest = Path(__file__).resolve().parents[2], hashlib.blake2b(digest_size=8)
     for package in sorted(path.parent for path in root.glob("*/__init__.py")):
-        for file in sorted(package.rglob("*.py")):
+        for file in filter(Path.is_file, sorted(package.rglob("*.py"))):  # not what an editor links beside them
             digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    return {"Python": platform.python_version(), "jax": jax.__version__, "areax with files of hash": digest.hexdigest()}
+    versions = {"Python": platform.python_version(), "jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    return {**versions, "areax with files of hash": digest.hexdigest()}
 
 
 def replicas(what: str, tree: Any) -> None:

@@ -79,6 +79,8 @@ def _defined(file: Path) -> list[str]:
 def problems(site: Path) -> list[str]:
     """What is wrong with a built site."""
     pages = {file: Page(file.read_text()) for file in sorted(site.rglob("*.html"))}
+    if not pages:
+        return [f"{site}: a site must have pages, got none; make docs"]
     found = []
     for file, page in pages.items():
         shown = file.relative_to(site)
@@ -93,7 +95,7 @@ def problems(site: Path) -> list[str]:
             target = (file.parent / urllib.parse.unquote(path.partition("?")[0])).resolve() if path else file.resolve()
             if target.is_dir():
                 target /= "index.html"
-            if not target.is_file():
+            if not target.is_file() or not target.is_relative_to(site.resolve()):
                 found.append(f"{shown}: there is no {address}")
             elif anchor and target.suffix == ".html":
                 there = pages[site / target.relative_to(site.resolve())]

@@ -34,7 +34,7 @@ def linked(text: str, page: str, exists: Callable[[str], bool]) -> str:
             on_site = f"repository/{found}"
         elif found.endswith(".ipynb"):
             on_site = f"repository/{found.removesuffix('.ipynb')}.md"
-        elif PurePosixPath(found).parts[0] == "docs" and PurePosixPath(found).suffix:
+        elif PurePosixPath(found).parts[:1] == ("docs",) and PurePosixPath(found).suffix:
             on_site = found.removeprefix("docs/")
         elif exists(found):
             return words if f"`{found}`" in words or words == found else f"{words} (`{found}`)"

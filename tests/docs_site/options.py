@@ -153,7 +153,8 @@ def _defaults(config: type, given: Any) -> dict[str, str]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
+    made = pages()  # before the old ones go
     for old in folder.glob("*.md"):
         old.unlink()
-    for name, page in pages().items():
+    for name, page in made.items():
         (folder / name).write_text(page)
