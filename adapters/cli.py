@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import cleandoc
 from types import FrameType
 from typing import Annotated, Literal, NoReturn
@@ -31,7 +31,8 @@ def train(recipe: str, *options: str) -> int:
     Recipes are sft, grpo, preference, distill and prm; an algorithm such as dapo or dpo is grpo or preference with that
     objective. A file must define a `Config` dataclass and `main(config)`.
     """
-    module, settings = _recipe(recipe, "train")
+    with _importing(f"train {recipe}", options):
+        module, settings = _recipe(recipe, "train")
     given = parse.instance(module.Config, settings) if settings else None
     first = getattr(module, "FIRST_OPTIONS", ())
     summary = module.main(parse.parse(module.Config, options, f"areax train {recipe}", given, first))
@@ -46,9 +47,10 @@ def train(recipe: str, *options: str) -> int:
 
 def plan(recipe: str, *options: str) -> int:
     """Estimate whether a run fits and what it costs, without devices: areax plan RECIPE --model DIR ..."""
-    from .commands import plan, suggest
+    with _importing(f"plan {recipe}", options):
+        from .commands import plan, suggest
 
-    module, settings = _recipe(recipe, "plan")
+        module, settings = _recipe(recipe, "plan")
     # Options that a plan does not need (data, reward) are not required.
     empty = lambda field: "" if field.type in (str, "str") and field.name != "model" else tyro.MISSING
     given = parse.instance(module.Config, settings, empty)
@@ -62,6 +64,21 @@ def plan(recipe: str, *options: str) -> int:
     report = made(chosen.recipe, chosen.plan)
     print(json.dumps(report, indent=2) if chosen.plan.json else show(report))
     return 0 if report["fits"] and report.get("agrees", True) else 1
+
+
+@contextlib.contextmanager
+def _importing(command: str, options: Sequence[str] = ()) -> Iterator[None]:
+    """Says at once that a command imports JAX and what else it needs, which takes seconds, and on a busy machine a
+    minute; nothing if that has happened, or help is asked for."""
+    if "jax" in sys.modules or {"-h", "--help", "--help-all"} & {*options}:
+        yield
+        return
+    from .tracking import progress
+
+    words = f"areax {command}: importing libraries"
+    progress.say(f"{words} ...")
+    with progress.reminding(words):
+        yield
 
 
 def _algorithms() -> dict:
@@ -105,7 +122,8 @@ def _check_recipe(recipe: str, command: str) -> None:
 
 def demo(*options: str) -> int:
     """Train a small model from scratch, improve it by asynchronous RL, and write a checkpoint and a report."""
-    from ..recipes import demo
+    with _importing("demo", options):
+        from ..recipes import demo
 
     return demo.main(parse.parse(demo.Config, options, "areax demo"))
 
@@ -135,9 +153,11 @@ def serve(
       bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to the slots, and
         exit.
     """
-    from ..rollout.engine import server
+    with _importing("serve"):
+        from ..rollout.engine import server
     from ..rollout.processes import keys
     from .runtime import blas, compile_cache, hub, malloc
+    from .tracking import progress
 
     malloc.keep_memory()  # new weights then reuse the memory of the old ones
     blas.one_thread()
@@ -147,7 +167,10 @@ def serve(
     if bench:
         server.benchmark(path, engine, dtype=dtype)
         return 0
-    server.serve(path, engine, host=host, port=port, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning)
+    server.serve(
+        path, engine, host=host, port=port, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning,
+        loading=progress.reminding(f"loading {path}"),
+    )  # fmt: skip
     return 0
 
 
@@ -180,20 +203,22 @@ def convert(
       embeddings: writes tied embeddings a second time as the output head, or leaves out a head that equals them.
       json_: print a summary as JSON.
     """
-    import jax
+    with _importing("convert"):
+        import jax
 
-    from .commands import convert
-    from .tracking import run_dir
+        from .commands import convert
+    from .tracking import progress, run_dir
 
     jax.config.update("jax_platforms", "cpu")  # devices may belong to a run
     run = run_dir.folder(source)
     if run is None:
         if step is not None:
             raise ValueError(f"convert: --step needs a run's directory, got {source}; leave it out")
-        report = convert.convert(
-            source, destination, dtype, shard_size=shard_size, experts=experts, embeddings=embeddings, merge=merge,
-            extract=extract, base=base,
-        )  # fmt: skip
+        with progress.reminding(f"converting {source}"):
+            report = convert.convert(
+                source, destination, dtype, shard_size=shard_size, experts=experts, embeddings=embeddings, merge=merge,
+                extract=extract, base=base,
+            )  # fmt: skip
     else:
         if extract:
             raise ValueError(f"convert: --extract needs a checkpoint, got the run {source}; convert that first")
@@ -201,7 +226,8 @@ def convert(
         from .commands import files
 
         how = files.Files(dtype, shard_size, experts, embeddings)
-        report = run_export.convert(run, destination, step, merge=merge, base=base, files=how)
+        with progress.reminding(f"converting {source}"):
+            report = run_export.convert(run, destination, step, merge=merge, base=base, files=how)
     _show(report, json_)
     return 0
 
@@ -270,7 +296,8 @@ def diff(
 
 def eval(*options: str) -> int:
     """Evaluate a checkpoint on rows with a reward: areax eval --model PATH --data ROWS --reward NAME."""
-    from ..recipes import eval
+    with _importing("eval", options):
+        from ..recipes import eval
 
     config = parse.parse(eval.Config, options, "areax eval")
     _show(eval.main(config), config.json)
@@ -345,13 +372,39 @@ def launch(*options: str) -> int:
     command = list(options[at + 1 :])
     if not command:
         raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
-    if _command(command[0]) is train and len(command) > 1:
-        _check_recipe(command[1], "train")
-        if not command[1].endswith(".py"):  # a file may be on the other machines alone
-            module, settings = _recipe(command[1], "train")
-            given = parse.instance(module.Config, settings) if settings else None
-            parse.check_names(module.Config, command[2:], f"areax train {command[1]}", given)
+    launch.check_servers(config, command)
+    own = ["--servers", *["http://127.0.0.1:1"] * config.servers] if config.servers else []  # as the command gets them
+    _check([*command, *own], config.on == "local")
     return launch.launch(config, command)
+
+
+def _check(command: list[str], here: bool) -> None:
+    """Raises ValueError if a command that other processes will run would refuse its options.
+
+    A recipe of the user's own may be on their machines alone, and is not looked at. If a `--config` file is, too, only
+    names of options are checked.
+    """
+    name, *options = command
+    function, prog = _command(name), f"areax {name}"
+    target, given, first = function, None, ()
+    if function is train:
+        recipe, options = _recipe_of(name, options), options[1:]
+        _check_recipe(recipe, name)
+        if recipe.endswith(".py"):
+            return
+        with _importing(f"launch -- train {recipe}", options):
+            module, settings = _recipe(recipe, name)
+        target, prog, first = module.Config, f"{prog} {recipe}", module.FIRST_OPTIONS
+        given = parse.instance(target, settings) if settings else None
+    elif function in (demo, eval):
+        with _importing(f"launch -- {name}", options):
+            target = importlib.import_module(f"areax.recipes.{name}").Config
+    elif function in FORWARDING:
+        return
+    if here or all(map(os.path.exists, parse.config_files(options))):
+        parse.parsed(target, options, prog, given, first)
+    elif isinstance(target, type):
+        parse.check_names(target, options, prog, given)
 
 
 def doctor() -> int:
@@ -470,16 +523,20 @@ def _ours(frame: FrameType) -> bool:
 def _forward(command, arguments: list[str]) -> int:
     if command not in (train, plan):
         return command(*arguments)
-    name = command.__name__
+    if arguments and arguments[0] in ("-h", "--help"):
+        known = dict.fromkeys([*RECIPES, *_algorithms()])
+        print(f"usage: areax {command.__name__} {{{','.join(known)},FILE.py}} ...\n\n{cleandoc(command.__doc__)}")
+        return 0
+    return command(_recipe_of(command.__name__, arguments), *arguments[1:])
+
+
+def _recipe_of(name: str, arguments: list[str]) -> str:
+    """The recipe among the arguments of `train` or `plan`."""
     if not arguments or arguments[0].startswith("-"):
-        if arguments and arguments[0] in ("-h", "--help"):
-            known = dict.fromkeys([*RECIPES, *_algorithms()])
-            print(f"usage: areax {name} {{{','.join(known)},FILE.py}} ...\n\n{cleandoc(command.__doc__)}")
-            return 0
         raise ValueError(
             f"areax {name}: needs a recipe as first argument: {', '.join(RECIPES)} or a file ending in .py"
         )
-    return command(*arguments)
+    return arguments[0]
 
 
 def _one_line_of(error: BaseException) -> str:

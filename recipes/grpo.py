@@ -51,6 +51,7 @@ from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_o
 from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
 from areax.rollout.scheduling.mixture import Mixture
+from areax.rollout.weights import store as versions
 from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
@@ -133,7 +134,10 @@ def main(config: Config, rows: Any = None) -> dict:
         if (summary := resume.finished("grpo", config, data[0])) is not None:
             return summary
         out = Path(config.out)
-        with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
+        with (
+            common.run_directory(config.out, config.serving.published) as run,
+            orbax.open_store(out / "state") as store,
+        ):
             trainer = build_trainer(config)
             with resume.restoring(config):
                 cursor = restore(trainer, store)
@@ -171,8 +175,10 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     common.check_balance(config.model, config.training.balance)
     if not config.serving.servers:
         common.check_own_servers(config.serving.serve, config.training.mesh.devices, config.serving.colocated)
+        common.check_own_engine(config.model, config.serving.serve.sized(config.training.length))
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
+        versions.check_owner(Path(config.serving.published), common.run_id(config.out))
     rewards.check(config.reward)
     workflow_options = json_object("--workflow-options", config.rollout.workflow_options)
     resolve.check(config.rollout.workflow, workflow_options, config.rollout.agent)

@@ -10,9 +10,10 @@ import aiohttp
 
 from .errors import ServerError
 from .fleet import health, offload
-from .fleet.fleet import TIMEOUTS, Restart
 from .fleet.fleet import Fleet as Fleet
-from .fleet.fleet import Timeouts as Timeouts
+from .fleet.fleet import Restart
+from .fleet.timeouts import TIMEOUTS
+from .fleet.timeouts import Timeouts as Timeouts
 from .processes import keys
 from .servers.endpoint import Endpoint
 from .servers.server import Handover

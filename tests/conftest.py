@@ -40,8 +40,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled / worker)
 
 
 def fetch_compiled():
-    """Hard-links programs that other workers compiled into this process's folder. The newest are left out: JAX does not
-    write files atomically, and they may be incomplete."""
+    """Links the programs that other workers compiled in earlier runs into this process's folder; not the newest, since
+    JAX does not write files atomically."""
     here = set(os.listdir(compiled / worker))
     for folder in {compiled, *compiled.glob("gw*")} - {compiled / worker}:
         for file in os.scandir(folder):
@@ -52,7 +52,7 @@ def fetch_compiled():
 
 
 fetch_compiled()
-gc.disable()  # what imports create stays; enabled after the collection of tests, which xdist's controller leaves out
+gc.disable()  # until all test files are imported: what imports make stays
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -76,15 +76,11 @@ hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("areax")
 
 
-def freeze():
-    """Exempts existing objects from later garbage collections: traversing those of torch, transformers and JAX takes
-    seconds, and tracing triggers hundreds of collections."""
+def pytest_collection_finish():
+    """Leaves the modules that are loaded out of garbage collections: what torch, transformers and JAX hold takes a
+    second to walk through, and tracing starts hundreds of collections."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_collection_finish():
-    freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
@@ -96,24 +92,14 @@ def pytest_runtest_setup(item):
             pytest.skip(f"needs a {platform.upper()}, JAX's backend is {jax.default_backend()}")
 
 
-MAPPED = Path("/proc/self/maps")
-
-
-def unload_compiled():
-    """Unloads compiled programs before the process runs out of memory mappings: each has about four, and Linux allows
-    65,530."""
-    if MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > 40_000:
-        gc.unfreeze()
-        jax.clear_caches()
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file."""
-    if nextitem is not None and nextitem.path != item.path:
-        unload_compiled()
-        freeze()
-        fetch_compiled()
+    """After the last test of a file, unloads the compiled programs before they crash the process: each has about four
+    memory mappings, of which Linux allows 65,530."""
+    mapped = Path("/proc/self/maps")
+    if nextitem is not None and nextitem.path != item.path and mapped.exists():
+        if mapped.read_bytes().count(b"\n") > 40_000:
+            jax.clear_caches()
 
 
 @pytest.fixture

@@ -79,12 +79,14 @@ def best(name: str, folder: Path, chip: str, devices: int) -> tuple[dict[str, ob
     for layout in layouts(name, devices):
         options = {"--chip": chip, **layout, "--batch": 16 * devices}
         report = planned(folder, options)
-        here = [each for each in report["suggested"] if "--mesh.fsdp" not in each]
-        if here:
-            options |= dict(re.findall(r"(--\S+)(?: ([^-]\S*))?", here[0]))
-            report = planned(folder, options)
-        if speed(report) > found[1]:
-            found = options | {"--rows": report["rows"]}, speed(report)
+        tried = [(options, report)]
+        for each in report["suggested"]:
+            if "--mesh.fsdp" not in each:
+                saving = options | dict(re.findall(r"(--\S+)(?: ([^-]\S*))?", each))
+                tried.append((saving, planned(folder, saving)))
+        for each, report in tried:
+            if speed(report) > found[1]:
+                found = each | {"--rows": report["rows"]}, speed(report)
     return found
 
 

@@ -160,13 +160,13 @@ def test_devices_of_other_kinds(monkeypatch):
             "is for `areax serve`, got tp 2 with",
         ),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
-        ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
+        ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train r.py", "at most --slurm.gpus-per-node 4, got 8"),
         (f"--processes {10**8} -- train sft", "--processes must be at most 10000, got 100000000"),
         ("--on slurm --servers 10001 -- train sft", "--servers must be at most 10000, got 10001"),
         ("--processes 9999 --servers 9 -- train sft", "--processes 9999 and --servers 9 must fit into"),
         (f"--processes 2 --cpus {10**8} -- train sft", "--cpus must be at most 4096, got 100000000"),
-        ("--on slurm --slurm.time soon -- train sft", "minutes, hours:minutes:seconds or days-hours, as 30, "),
-        ("--on slurm --slurm.account a#b -- train sft", "--slurm.account must be one word of letters, digits and "),
+        ("--on slurm --slurm.time soon -- train r.py", "minutes, hours:minutes:seconds or days-hours, as 30, "),
+        ("--on slurm --slurm.account a#b -- train r.py", "--slurm.account must be one word of letters, digits and "),
         ("--processes 2 -- frobnicate --model m", "areax: unknown command 'frobnicate'; commands are train, "),
         ("--processes 2 -- sft --model m", "unknown command 'sft'; did you mean areax train sft?"),
         ("--on slurm -- train srft --model m", "recipe must be one of sft, grpo, "),
@@ -174,8 +174,22 @@ def test_devices_of_other_kinds(monkeypatch):
             "--on slurm -- train dapo --modle m --serve.no-inside",
             "unrecognized options: --modle; did you mean --model?",
         ),
+        ("--on slurm --servers 1 -- train grpo --model m", "areax train grpo: needs --data, --reward; see areax train"),
+        (
+            "--processes 2 -- train sft --model m --data d --steps ten",
+            "areax train sft: --steps must be a whole number",
+        ),
+        ("--processes 2 -- train sft --model m --data d --steps -1", "--steps must be at least 0, got -1"),
+        ("--processes 2 -- train sft --model m --config gone.yaml", "gone.yaml"),
+        (
+            "--on slurm -- train sft --config gone.yaml --stpes 1",
+            "unrecognized options: --stpes; did you mean --steps?",
+        ),
+        ("--processes 2 -- train", "areax train: needs a recipe as first argument"),
+        ("--processes 2 -- eval --model m --data d", "areax eval: needs --reward"),
+        ("--processes 2 -- serve m --dtype int3", "areax serve: invalid choice 'int3' for argument '--dtype'"),
         (f"--processes 2 --devices {10**8} -- train sft", "--devices must be at most 1024, got 100000000"),
-        ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
+        ("--on ray --ray.address 127.0.0.1:1 -- train r.py", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
 )
 def test_impossible_options_give_a_one_line_error(words, told, capsys):
@@ -207,12 +221,12 @@ def test_a_server_gets_the_launchers_options():
 def test_an_option_is_no_line_of_a_batch_script(capsys):
     for option in ("partition", "account", "time"):
         for value in ("gpu\ntouch x", "gpu\r", "a b", "'a", "1:2\n"):
-            assert cli.main(["launch", "--on", "slurm", f"--slurm.{option}", value, "--", "train", "sft"]) == 2
+            assert cli.main(["launch", "--on", "slurm", f"--slurm.{option}", value, "--", "train", "r.py"]) == 2
             said = capsys.readouterr()
             assert said.err.startswith(f"areax launch: --slurm.{option} must be ") and said.err.count("\n") == 1
             assert said.out == ""
     for limit in ("30", "30:00", "4:00:00", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
-        words = ["--slurm.time", limit, "--slurm.partition", "gpu,long_1", "--", "train", "sft"]
+        words = ["--slurm.time", limit, "--slurm.partition", "gpu,long_1", "--", "train", "r.py"]
         assert cli.main(["launch", "--on", "slurm", *words]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert f"#SBATCH --time={limit}" in lines and "#SBATCH --partition=gpu,long_1" in lines

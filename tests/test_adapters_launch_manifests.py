@@ -237,7 +237,7 @@ def test_devices_volumes_and_secrets_of_pods(capsys):
         *IMAGE, "--processes", 2, "--devices", 8, "--cpus", 32, "--servers", 3, "--server.devices", 1,
         "--kubernetes.claim", "data", "--kubernetes.secret", "mine", "--kubernetes.memory", "64Gi",
         "--kubernetes.restarts", 5, "--", "train",
-        "grpo", "--model", "/shared/model", "--data", "it's here.jsonl", "--published", "/shared/weights",
+        "r.py", "--model", "/shared/model", "--data", "it's here.jsonl", "--published", "/shared/weights",
     ]  # fmt: skip
     documents = written(capsys, "kubernetes", *words)
     specs = valid(documents)
@@ -265,7 +265,7 @@ def test_an_option_reaches_a_pod_as_it_is(tmp_path, capsys):
     words = ["cost$$5.jsonl", "$(AREAX_SERVER_KEY)", "$$(POD_IP)", "$", "@HOST@:@PORT@", "", "it's {host}", "{model}"]
     model = "{host}/$(POD_IP)"
     [secret, jobset] = written(capsys, "kubernetes", *IMAGE, "--servers", 1, "--",
-                               "train", "grpo", "--model", model, "--published", "w", "--data", *words)  # fmt: skip
+                               "train", "r.py", "--model", model, "--published", "w", "--data", *words)  # fmt: skip
     own = {"POD_IP": "127.0.0.1", **secret["stringData"]}
     (tmp_path / "python").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
     (tmp_path / "python").chmod(0o755)
@@ -284,7 +284,7 @@ def test_another_manifest_leaves_the_keys_of_a_running_job(capsys):
     """Its Secret has another name; the pods of each manifest name its own."""
     names = set()
     for _ in range(2):
-        documents = written(capsys, "kubernetes", *IMAGE, "--servers", 1, "--", "train", "grpo", "--model", "m")
+        documents = written(capsys, "kubernetes", *IMAGE, "--servers", 1, "--", "train", "r.py", "--model", "m")
         kubernetes_validate.validate(documents[0], VERSION, strict=True)
         assert documents[0]["immutable"] is True
         containers = [c for spec in valid(documents).values() for c in spec["template"]["spec"]["containers"]]
@@ -299,14 +299,14 @@ def test_options_that_kubernetes_takes(capsys):
         for memory in ("64Gi", "1.5G", "500M", "1e9", "128974848000m"):
             words = ["--kubernetes.image", image, "--kubernetes.memory", memory, "--kubernetes.secret", "a.b-1"]
             words += ["--kubernetes.resource", "google.com/tpu", "--kubernetes.claim", "9"]
-            valid(written(capsys, "kubernetes", *words, "--", "train", "sft"))
+            valid(written(capsys, "kubernetes", *words, "--", "train", "r.py"))
 
 
 def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("old")
     words = ["launch", "--on", "kubernetes", "--kubernetes.file", str(path), *IMAGE, "--servers", "1"]
-    words += ["--", "train", "grpo", "--model", "m"]
+    words += ["--", "train", "r.py", "--model", "m"]
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"wrote {path}; review it, then run: kubectl apply -f {path}\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -363,7 +363,7 @@ def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
     ],
 )
 def test_impossible_options_give_a_one_line_error(words, told, capsys):
-    assert cli.main(["launch", *words.split(), "--", "train", "grpo", "--model", "m"]) == 2
+    assert cli.main(["launch", *words.split(), "--", "train", "r.py", "--model", "m"]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
 

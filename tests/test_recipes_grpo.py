@@ -891,6 +891,23 @@ def test_incompatible_serving_options_give_a_one_line_error(place, changes, word
         config(place, "never", **changes)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_server_that_its_memory_cannot_hold_is_refused_before_anything_is_written(place, inside):
+    small = Serve(slots=8, context=64, memory=1e-6, inside=inside)
+    with pytest.raises(ValueError, match="caches must hold one sequence of 64 tokens.* got 1e-06 GB of memory"):
+        grpo.main(config(place, "small", servers=(), serve=small))
+    assert not (place / "small").exists()
+
+
+def test_a_folder_of_another_run_is_refused_before_anything_is_written(place):
+    folder = place / "taken"
+    folder.mkdir()
+    (folder / "run").write_text("0123456789abcdef")
+    with pytest.raises(ValueError, match="holds versions of another run .0123456789abcdef, this one is new.; name"):
+        grpo.main(config(place, "never", published=str(folder)))
+    assert not (place / "never").exists()
+
+
 def test_only_one_server_may_be_in_process():
     with pytest.raises(ValueError, match="--serve.count must be 1 with --serve.inside, got 2"):
         Serve(inside=True, count=2)

@@ -65,3 +65,21 @@ def test_a_run_on_tpus_starts_no_other_process_on_its_chips(monkeypatch):
         with pytest.raises(ValueError, match="this one has all TPU chips that it sees; .*--serve.inside, .*launch"):
             common.check_own_servers(local.Serve(), 1, colocated)
     common.check_own_servers(local.Serve(inside=True), 1, colocated=False)
+
+
+@pytest.mark.parametrize(
+    ("written", "published", "stays"),
+    [
+        ({"metrics.jsonl": "", "journal.jsonl": '{"kind": "open"}'}, "", False),
+        ({"metrics.jsonl": "", "server.log": "Traceback"}, "", True),  # it says why a server ended
+        ({"metrics.jsonl": ""}, "versions", True),  # which have the run's id
+    ],
+)
+def test_a_run_that_is_refused_leaves_no_new_directory(tmp_path, written, published, stays):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="refused"), common.run_directory(str(out), published):
+        (out / "state").mkdir()
+        for name, text in written.items():
+            (out / name).write_text(text)
+        raise ValueError("refused")
+    assert out.exists() == stays and bool(common.run_id(str(out))) == stays

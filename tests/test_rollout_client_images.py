@@ -8,7 +8,7 @@ from scripted import V0, reply, run, serving
 from areax.adapters.data import images
 from areax.rollout import client
 from areax.rollout.servers import prefix_routing
-from areax.rollout.servers.image_tokens import Prompt
+from areax.rollout.servers.image_tokens import TokensPrompt
 
 FIRST, SECOND = vlm.png(8, 8, 1), vlm.png(12, 12, 2)  # 4 and 9 features, of sizes as models see them
 SHORT = [2, vlm.START, vlm.IMAGE, vlm.END, 8, vlm.START, vlm.IMAGE, vlm.END, 9]
@@ -82,8 +82,8 @@ def test_a_server_that_reads_other_tokens_is_refused(processor):
 def test_equal_tokens_of_other_images_are_another_prefix():
     block, (first, second) = prefix_routing.BLOCK, both()
     tokens = [1] * block + [vlm.IMAGE] * 4 + [2] * block * 2
-    chains = [Prompt(tokens, (image,), vlm.IMAGE).hashes() for image in (first, second)]
-    plain = Prompt(tokens).hashes()
+    chains = [TokensPrompt(tokens, (image,), vlm.IMAGE).hashes() for image in (first, second)]
+    plain = TokensPrompt(tokens).hashes()
     assert chains[0][0] == chains[1][0] == plain[0] and len(plain) == 3
     assert not {*chains[0][1:]} & {*chains[1][1:]} and not {*chains[0][1:]} & {*plain[1:]}
-    assert Prompt(tokens[: 2 * block], (first,), vlm.IMAGE).hashes(tokens[2 * block :]) == chains[0]
+    assert TokensPrompt(tokens[: 2 * block], (first,), vlm.IMAGE).hashes(tokens[2 * block :]) == chains[0]

@@ -207,8 +207,8 @@ def test_caches_leave_room_for_the_tower(monkeypatch):
     monkeypatch.setattr(budget.memory, "of_devices", lambda _: memory)
     sizes = Options(slots=64, context=CONTEXT, page=PAGE, steps=4)
     config = vision.without_vision(model("qwen3_vl")[0])
-    [kind], [without] = budget.pages(config, params, sizes, mesh_of())
-    _, [count] = budget.pages(model("qwen3_vl")[0], params, sizes, mesh_of())
+    [kind], [without] = budget.pages(config, np.float32, sizes, mesh_of())
+    _, [count] = budget.pages(model("qwen3_vl")[0], np.float32, sizes, mesh_of())
     assert 0 < without - count == pytest.approx(2 * budget.USABLE * tower / kind.bytes, abs=1)
 
 

@@ -157,9 +157,9 @@ def test_the_memory_for_caches_is_what_weights_with_the_layer_leave(monkeypatch)
     pages = 0.6 * paging.size_of(kinds, counts, 4)
     monkeypatch.setattr(budget.memory, "of_devices", lambda _: weights + pages / budget.USABLE)
     options, on = Options(slots=4, context=CONTEXT, draft=WIDTH, page=PAGE, steps=4), mesh_of()
-    _, found = budget.pages(config, {**params, "mtp": w}, options, on)
+    _, found = budget.pages(config, np.float32, options, on, True)
     assert found == paging.counts(kinds, 4, CONTEXT, PAGE, 4 * WIDTH, round(pages))
-    less, found = budget.pages(config, params, options, on)  # nothing for the layer
+    less, found = budget.pages(config, np.float32, options, on)  # nothing for the layer
     assert found == paging.counts(less, 4, CONTEXT, PAGE, 4 * WIDTH, None)
 
 

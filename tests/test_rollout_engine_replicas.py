@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import threading
 import time
 
@@ -15,10 +16,13 @@ from test_rollout_engine_programs_decode import model
 
 from areax.adapters import cli
 from areax.models import lora, table
+from areax.rollout.engine import server
+from areax.rollout.engine.checkpoint import read_weights
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.replicas import SUMMED, Replicas, serving
 from areax.rollout.engine.request import Request, Sampling
 from areax.rollout.servers.engine_mesh import EngineMesh
+from areax.rollout.servers.engine_options import EngineOptions
 
 OPTIONS = {"slots": 4, "context": CONTEXT, "steps": 4, "page": PAGE}
 LONG = Sampling(max_new_tokens=100, ignore_eos=True, seed=3)
@@ -313,3 +317,19 @@ def test_a_callback_may_not_wait_for_its_engine():
         both.submit(Request("a", (9, 10), Sampling(max_new_tokens=1)), tell)
         both.generate([Request("b", (9, 10), LONG)])
     assert "a callback may only submit and abort" in refused[0]
+
+
+def test_the_ready_line_says_what_is_served(tmp_path):
+    path = str(tiny.model(tmp_path / "model"))
+    config, params, sums = read_weights(path, "float32")
+    stored = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = dataclasses.replace(
+        config, source=json.dumps({**json.loads(config.source), "quantization_config": stored})
+    )  # fmt: skip
+    options = EngineOptions(slots=4, context=64, mesh=EngineMesh(dp=2), kv_cache_dtype="float8")
+    service = server.prepare(path, options, config, params, sums, dtype="float32", version="0")
+    assert server.described(service) == (
+        f"qwen3 {path}: 16.6K parameters in float32 (stored in fp8) on dp 2, a cache of 512 tokens in float8, 8 slots "
+        "of 64 tokens"
+    )
+    service.engine.close()

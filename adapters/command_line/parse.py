@@ -32,6 +32,12 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
     Raises:
       ValueError: the arguments are wrong, in one line.
     """
+    values = parsed(target, arguments, prog, given, first)
+    return values() if callable(values) else values
+
+
+def parsed(target, arguments: Sequence[str], prog: str, given: Any = None, first: Sequence[str] = ()):
+    """As `parse`, but of a function the call that is yet to be made."""
     arguments = list(arguments)
     if first and (wanted := {"-h", "--help", "--help-all"} & set(arguments)):
         everything = "--help-all" in wanted
@@ -53,20 +59,24 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
         sentence = sentence or _one_line(captured.getvalue(), arguments, _help(target, prog, given), known)
         sentence = _with_options(sentence.removeprefix(f"{prog}: "), target)
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
-    if callable(values):
-        return values()
-    for name in _nan(values):
+    for name in () if callable(values) else _nan(values):
         raise ValueError(f"{prog}: --{name} must be a number, got nan")
     return values
 
 
 def check_names(target: type, arguments: Sequence[str], prog: str, given: Any = None) -> None:
-    """Raises ValueError if the arguments of a command that another process will run name an option that `target` lacks;
-    values are not looked at, since files may be on that machine alone."""
+    """Raises ValueError if arguments name an option that `target` lacks: of a command whose `--config` file, which may
+    have what they lack, is on another machine."""
     known = help.names(target, given)
     own = [word for word in arguments if word.partition("=")[0] not in ("--config", "--help", "--help-all")]
     if unknown := _unknown([_renamed(word, known) for word in own], _help(target, prog, given), known):
         raise ValueError(f"{prog}: {unknown}; see {prog} --help-all")
+
+
+def config_files(arguments: Sequence[str]) -> list[str]:
+    """The files of `--config` among arguments."""
+    after = zip(arguments, [*arguments[1:], ""], strict=True)
+    return [word.partition("=")[2] or following for word, following in after if word.partition("=")[0] == "--config"]
 
 
 def _renamed(word: str, known: set[str]) -> str:

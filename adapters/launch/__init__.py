@@ -11,7 +11,7 @@ from .config import Config, check_servers, folder, joined, server_words, trainin
 from .host import Host
 from .job import Part
 
-__all__ = ["Config", "launch"]
+__all__ = ["Config", "check_servers", "launch"]
 
 
 def launch(config: Config, command: list[str]) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...parallel.multihost import liveness
+from ..tracking import progress
 from .host import Gone, Host
 
 STOPPED = 130  # exit code of a run that was stopped by a signal and has saved its progress
@@ -112,12 +113,14 @@ def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05) -> i
         try:
             for server in servers:
                 server.start()
-            if servers and (code := _until_ready(servers, asked, look_s)) is not None:
-                return code
             if servers:
-                _report(
-                    f"{', '.join(server.url for server in servers)} ready; logs are in {Path(servers[0].log).parent}"
-                )
+                words = f"areax launch: starting {len(servers)} server{'s' * (len(servers) > 1)}"
+                progress.say(f"{words}; logs are in {Path(servers[0].log).parent}")
+                with progress.reminding(words):
+                    code = _until_ready(servers, asked, look_s)
+                if code is not None:
+                    return code
+                _report(f"{', '.join(server.url for server in servers)} ready")
             for trainer in trainers:
                 trainer.start()
             while (first := _first_failed(trainers)) is None and any(trainer.poll() is None for trainer in trainers):

@@ -18,6 +18,7 @@ from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.command_line.options import json_object
 from areax.adapters.launch import devices
+from areax.adapters.report import chrome_trace
 from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.adapters.tracking import progress
@@ -29,7 +30,7 @@ from areax.parallel.multihost import agreement
 from areax.recipes.shared import terminal
 from areax.recipes.shared.vision import Vision, said
 from areax.rollout import client
-from areax.rollout.engine import in_process
+from areax.rollout.engine import in_process, server
 from areax.rollout.processes import folders, keys, memory
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
@@ -121,7 +122,8 @@ def check_weights(path: str) -> None:
 def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
     """The tokenizer of a model, whose chat template is given the variables of `--chat-template-kwargs`."""
     variables = json_object("--chat-template-kwargs", chat_template_kwargs)
-    tokens = tokenizer.load(path)
+    with progress.reminding(f"reading the tokenizer of {path}"):
+        tokens = tokenizer.load(path)
     try:
         return tokenizer.bind(tokens, variables)
     except ValueError as error:
@@ -233,6 +235,17 @@ def check_own_servers(serve: local.Serve, trainer: int, colocated: bool) -> None
             )
 
 
+def check_own_engine(model: str, serve: local.Serve) -> None:
+    """Raises ValueError if the engine of servers that a run starts here would refuse their options for this model, such
+    as too little memory, before anything is written. `serve` is `Serve.sized`.
+
+    A job's server may have a machine with more devices than this process sees; it then finds out by itself.
+    """
+    there = jax.local_devices()
+    if serve.mesh.devices <= len(there):
+        server.check(hub.folder(model), serve, dtype=serve.dtype, devices=there)
+
+
 def check_directory(option: str, path: str) -> None:
     """Raises ValueError if an option's `path` is not a directory and cannot be created; creates nothing."""
     place = Path(path)
@@ -256,11 +269,14 @@ def complete(config: Any, start: int, quiet: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def run_directory(out: str) -> Iterator[str]:
+def run_directory(out: str, published: str = "") -> Iterator[str]:
     """Creates the run's directory if it does not exist, keeps other processes out of it, and yields the run's id.
 
-    Removes what a killed process left half-written, and a new directory that nothing was written to. In a job of
-    several processes, all but process 0 do nothing and get "".
+    Removes what a killed process left half-written, and a new directory of a run that was refused before it wrote
+    anything, unless it publishes. In a job of several processes, all but process 0 do nothing and get "".
+
+    Args:
+      published: folder of versions that belong to the run's id, which must then stay; "" = none.
 
     Raises:
       ValueError: the path is not a directory, or another process is training there.
@@ -287,8 +303,19 @@ def run_directory(out: str) -> Iterator[str]:
         try:
             yield run
         finally:
-            if new and not any(file.is_file() and file.name != RUN for file in path.rglob("*")):
+            if new and not published and not any(map(_written, path.rglob("*"))):
                 shutil.rmtree(path)
+
+
+def run_id(out: str) -> str:
+    """The id of the run in a directory; "" if there is none."""
+    file = Path(out) / RUN
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+
+
+def _written(path: Path) -> bool:
+    """Whether a file of a run's directory holds more than what the start of a run puts there."""
+    return path.is_file() and path.name not in (RUN, chrome_trace.JOURNAL) and path.stat().st_size > 0
 
 
 @contextlib.asynccontextmanager

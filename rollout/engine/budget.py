@@ -20,17 +20,23 @@ USABLE = 0.9  # of a device's memory that weights leave
 MB = 1 << 20
 
 
-def pages(config, params, options: Options, on: jax.sharding.Mesh) -> tuple[list[Kind], list[int]]:
+def pages(
+    config, dtype, options: Options, on: jax.sharding.Mesh, predicts: bool = False
+) -> tuple[list[Kind], list[int]]:
     """The kinds of a model's pages, and the number of each on each device.
 
     There are as many as all slots may need, or as fit into `options.memory`, or into what weights leave of a device:
     with room for the next version of them beside those in use, unless no sequence would fit then. Processes of a job
     agree on the least.
 
+    Args:
+      dtype: of the weights.
+      predicts: drafts are made by the model's layer for multi-token prediction.
+
     Raises:
       ValueError: the memory does not suffice for one sequence.
     """
-    dtype, slots, predicts = np.dtype(params["embed"].dtype), options.slots, options.draft > 1 and "mtp" in params
+    dtype, slots = np.dtype(dtype), options.slots
     itemsize = paging.kv_dtype(dtype, options.kv_cache_dtype).itemsize
     records = mtp.records(config, predicts)
     kinds = paging.kinds(records, options.context, options.page, itemsize, on.shape.get("tp", 1))

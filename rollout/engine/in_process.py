@@ -79,7 +79,7 @@ def serving(
         service = server.prepare(path, options, *weights, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
-        uvicorn = http_process.server(app(service, keys.read(keys.SERVER)), **server.OPTIONS)
+        uvicorn = http_process.server(app(service, keys.read(keys.SERVER)), **server.UVICORN)
         serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
         thread = threading.Thread(target=serve, name="areax-http", daemon=True)
         thread.start()

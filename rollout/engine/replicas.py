@@ -51,6 +51,7 @@ class Replicas:
 
     Attributes:
       slots: of all engines.
+      options: of each engine, with the mesh of all.
     """
 
     def __init__(self, config, params, *, mesh: EngineMesh, seed: int = 0, **options: Any):
@@ -67,7 +68,7 @@ class Replicas:
         self._engines = [Engine(config, params, devices=part, mesh=mesh.replica, **options) for part in parts]
         first = self._engines[0]
         self.config, self.context, self.grammars, self.pictures = config, first.context, first.grammars, first.pictures
-        self.slots = mesh.dp * first.slots
+        self.slots, self.options = mesh.dp * first.slots, replace(first.options, mesh=mesh)
         self._page, self._seeds = first.options.page, random.Random(seed)
         self._replicas = [Replica(engine, Cached(engine.stats()["capacity"], self._page)) for engine in self._engines]
         self._started = False

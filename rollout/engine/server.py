@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,22 @@ from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
 from ...adapters.data import images
+from ...core import param
+from ...models import config_json
 from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import read_label
-from . import bench, hosts, replicas
+from . import bench, budget, hosts, replicas
 from .checkpoint import blind, read_weights
 from .grammar import Grammars
+from .options import Options
 from .routes.app import app
 from .routes.service import Service
+from .slots import mesh_of
 
-OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
+UVICORN: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
     "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
 }  # fmt: skip
 MADE_BY = {"mtp": "drafts by multi-token prediction", "text": "drafts from texts"}
@@ -43,6 +49,7 @@ def serve(
     api_key: str | None = None,
     style: str = "",
     reasoning: bool = True,
+    loading: contextlib.AbstractContextManager | None = None,
 ) -> None:
     """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
@@ -56,6 +63,7 @@ def serve(
       dtype: of weights and computation; "auto" = that of the platform.
       api_key: key that requests must send as `Authorization: Bearer KEY`; whoever has it can also replace the weights.
       style, reasoning: as for `OpenAI`.
+      loading: entered while process 0 loads the weights.
 
     Raises:
       ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
@@ -66,20 +74,28 @@ def serve(
         if index == 0:
             guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
             sock = stack.enter_context(contextlib.closing(guarded))
-        service = load(path, share, options, dtype=dtype, version=version or published_label(path), seed=seed)
+        with loading if loading and index == 0 else contextlib.nullcontext():
+            service = load(path, share, options, dtype=dtype, version=version or published_label(path), seed=seed)
         engine = service.engine
         if index > 0:
             engine.device.follow(share)
             return
         ready = f"{http_process.address((host, sock.getsockname()[1]))} serves {described(service)}"
         with hosts.serving(engine):
-            http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
+            http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **UVICORN)
 
 
 def described(service: Service) -> str:
-    """What is served, in a line."""
+    """What is served, in a line: model, parameters and their dtype, devices, memory for tokens, slots, and what is
+    special."""
     engine, path = service.engine, service.path
-    line = f"{engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
+    config, options = engine.config, engine.options
+    stored = config_json.quantisation(json.loads(config.source))
+    line = f"{config.family} {path}: {_short(param.count(models.table(config)))} parameters in {service.dtype}"
+    line += f" (stored in {stored.method})" if stored else ""
+    line += f" on {options.mesh}, a cache of {engine.stats()['capacity']:,} tokens"
+    line += f" in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
+    line += f", {engine.slots} slots of {engine.context} tokens"
     if engine.draft_from:
         line += f", {MADE_BY[engine.draft_from]}"
     if service.sees:
@@ -89,6 +105,14 @@ def described(service: Service) -> str:
     if service.tokenizer is None:
         line += ", token ids only (the folder has no tokenizer)"
     return line
+
+
+def _short(count: int) -> str:
+    """A number with three digits, such as 596M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def benchmark(path: str, options: EngineOptions, *, dtype: str) -> None:
@@ -143,6 +167,28 @@ def published_label(path: str) -> str:
     return read_label(manifest)
 
 
+def check(path: str, options: EngineOptions, *, dtype: str, devices: Sequence[jax.Device] = ()) -> None:
+    """Raises ValueError as `prepare` would if the model of the checkpoint folder `path` cannot be served with these
+    options: split like this, or in this memory. Reads config.json alone, and thus counts no layer for multi-token
+    prediction.
+
+    Args:
+      devices: as many as the mesh has; none = the first of this process.
+    """
+    config = hf.read_config(path)
+    if blind(path) is None:
+        config = models.with_vision(config)
+    made = Options(**vars(_within(options, config).engine)).resolved()
+    made.mesh.check(config)
+    each = made.mesh.replica
+    budget.pages(config, known_dtype(dtype), made, mesh_of(each, devices[: each.devices]))
+
+
+def _within(options: EngineOptions, config) -> EngineOptions:
+    """The options, with a context within the model's."""
+    return replace(options, context=min(options.context, config.context))
+
+
 def prepare(
     path: str, options: EngineOptions, config, params, checksums: dict[str, str], *, dtype: str, version: str,
     seed: int = 0,
@@ -158,7 +204,7 @@ def prepare(
         tokenizer = tokenizers.load(path)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
-    options = replace(options, context=min(options.context, config.context))
+    options = _within(options, config)
     if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
         params = {**params, "mtp": predictor}
     agreement.same("layer for multi-token prediction", mtp="mtp" in params)

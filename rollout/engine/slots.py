@@ -73,7 +73,10 @@ class Slots:
     """
 
     def __init__(self, config, params, options: Options, on: jax.sharding.Mesh):
-        kinds, counts = budget.pages(config, params, options, on)  # refuses more slots than there is memory for
+        self._dtype = params["embed"].dtype
+        self.predicts = options.draft > 1 and "mtp" in params
+        # Refuses more slots than there is memory for.
+        kinds, counts = budget.pages(config, self._dtype, options, on, self.predicts)
         count, context = options.slots, options.context
         self.count, self.context, self.steps, self.width = count, context, options.steps, options.draft
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
@@ -81,8 +84,6 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
-        self._dtype = params["embed"].dtype
-        self.predicts = options.draft > 1 and "mtp" in params
         kv_dtype = paging.kv_dtype(self._dtype, options.kv_cache_dtype)
         self.device = DeviceState(self.config, kv_dtype, on, kinds, counts, options, self.predicts)
         self.swap(self.stage(params))

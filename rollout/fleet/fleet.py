@@ -14,9 +14,8 @@ import contextlib
 import functools
 import logging
 import random
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +31,8 @@ from ..servers.server import Server, connect
 from ..servers.types import SOUND, Part, Published, State
 from ..types import Completion, Finish, Image
 from ..weights import lora
+from .attempt import ask
+from .timeouts import TIMEOUTS, Timeouts
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -41,7 +42,6 @@ STATEFUL = {  # sampling parameters with which a server must generate a completi
     "json_schema", "regex", "ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"
 }  # fmt: skip
 IDLE_ABORTS = 8  # consecutive aborts without a new token
-ABORT_S = 1.0  # between aborts of a request that is out of time
 
 
 Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter) -> its answer
@@ -50,45 +50,6 @@ Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter
 class Rerouted(Broken):
     """The server was taken out of traffic while it processed the request."""
 
-
-@dataclass(frozen=True)
-class Timeouts:
-    """How long, and how often, a fleet tries before it gives up on a server; all `_s` are seconds.
-
-    Attributes:
-      reach_s: how long a push tries to reach a server before it goes on without it.
-      lost_s: how long to wait for an unreachable server before it counts as dead.
-      lost_own_s: the same for servers that we can restart.
-      retry_s, max_retry_s: wait before the second attempt at a recovery, doubling up to the maximum.
-      heartbeat_s: interval between checks of a healthy server.
-      heartbeat_answer_s: a healthy server answers a check within this.
-      load_report_s: it reports its load within this, or the report is skipped.
-      resume_memory_s: time to allocate its memory again when the run ends.
-      max_loads: failed recoveries after which a server that answers counts as dead.
-      max_restarts, restart_window_s: most restarts of one server within so many seconds.
-      push_attempts: attempts at a push that fails on all servers.
-    """
-
-    reach_s: float = 5.0
-    lost_s: float = 30.0
-    lost_own_s: float = 5.0
-    retry_s: float = 1.0
-    max_retry_s: float = 30.0
-    heartbeat_s: float = 10.0
-    heartbeat_answer_s: float = 30.0
-    load_report_s: float = 5.0
-    resume_memory_s: float = 20.0
-    max_loads: int = 3
-    max_restarts: int = 3
-    restart_window_s: float = 3600.0
-    push_attempts: int = 3
-
-    def backoff(self, attempt: int) -> float:
-        """Seconds to wait before recovery attempt number `attempt`, counted from 0."""
-        return min(self.retry_s * 2**attempt, self.max_retry_s)
-
-
-TIMEOUTS = Timeouts()
 
 # Ends a server's process and starts another one with these weights, if any; returns its address.
 Restart = Callable[[str, Published | None], Awaitable[str]]
@@ -285,7 +246,7 @@ class Fleet:
         }
         trouble: list[str] = []
         work = lambda limit: self._generate(
-            image_tokens.Prompt([int(t) for t in tokens], images, self._image_token),
+            image_tokens.TokensPrompt([int(t) for t in tokens], images, self._image_token),
             sampling,
             routed_experts,
             trouble,
@@ -308,7 +269,7 @@ class Fleet:
         trouble: list[str] = []
         attempt = lambda server, adapter: server.api.read(tokens, top_k=top_k, adapter=adapter, cache_key=server.label)
         server, part = await self._in_time(
-            "read", lambda limit: self._send(image_tokens.Prompt(tokens), attempt, trouble), trouble
+            "read", lambda limit: self._send(image_tokens.TokensPrompt(tokens), attempt, trouble), trouble
         )
         return server.url, part
 
@@ -326,7 +287,7 @@ class Fleet:
 
     async def _generate(
         self,
-        prompt: image_tokens.Prompt,
+        prompt: image_tokens.TokensPrompt,
         sampling: dict,
         experts: bool,
         trouble: list[str],
@@ -359,7 +320,7 @@ class Fleet:
             wanted = self._experts_per_token if experts else 0
             sent = replace(prompt, tokens=[*prompt.tokens, *tokens])
             attempt = functools.partial(
-                _attempt, sent, sampling | left, wanted, None if late else until,
+                ask, sent, sampling | left, wanted, None if late else until,
                 on_new if on_tokens else None,
             )  # fmt: skip
             server, part = await self._send(sent, attempt, trouble, labels[-1] if labels else "")
@@ -409,7 +370,7 @@ class Fleet:
         )
 
     async def _send(
-        self, prompt: image_tokens.Prompt, attempt: Attempt, trouble: list[str], begun: str = ""
+        self, prompt: image_tokens.TokensPrompt, attempt: Attempt, trouble: list[str], begun: str = ""
     ) -> tuple[Server, Part]:
         """Makes attempts, each on the best server at the time, until one returns a complete answer.
 
@@ -514,7 +475,7 @@ class Fleet:
             server.running.discard(task)
             task.cancel()
 
-    async def _acquire(self, prompt: image_tokens.Prompt) -> Server:
+    async def _acquire(self, prompt: image_tokens.TokensPrompt) -> Server:
         hashes = prompt.hashes() if len(self.servers) > 1 else []
         while True:
             self.raise_if_unrecoverable()
@@ -664,29 +625,6 @@ class Fleet:
 def _stop(tasks: Iterable[asyncio.Task]) -> None:
     for task in tasks:
         task.cancel()
-
-
-async def _attempt(prompt, sampling, experts, until, on_tokens, server: Server, adapter: str) -> Part:
-    name = "" if until is None else secrets.token_hex(16)
-    ending = None if until is None else asyncio.create_task(_abort_at(until, server, name))
-    try:
-        # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
-        return await server.api.generate(
-            prompt, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, rid=name,
-            on_tokens=on_tokens,
-        )  # fmt: skip
-    finally:
-        if ending:
-            ending.cancel()
-
-
-async def _abort_at(until: float, server: Server, name: str) -> None:
-    """Aborts the request `name` at a time of the loop's clock, until it is cancelled: an abort may overtake it."""
-    await asyncio.sleep(until - asyncio.get_running_loop().time())
-    while True:
-        with contextlib.suppress(ServerError):  # the request fails alike
-            await server.api.abort(name)
-        await asyncio.sleep(ABORT_S)
 
 
 def _joined(before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from . import prefix_routing
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokensPrompt:
     """The tokens of a request.
 
     Attributes:

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import ServerError
 from .concurrency import Report
 from .endpoint import Endpoint
-from .image_tokens import Prompt
+from .image_tokens import TokensPrompt
 from .labels import per_token
 from .types import Part
 
@@ -194,7 +194,7 @@ class SGLang(Endpoint):
 
     async def generate(
         self,
-        prompt: Sequence[int] | Prompt,
+        prompt: Sequence[int] | TokensPrompt,
         sampling: Mapping[str, Any],
         *,
         experts_per_token: int = 0,
@@ -219,7 +219,7 @@ class SGLang(Endpoint):
           ServerError: an answer that breaks the contract; the server reads another number of tokens in the images.
           ValueError: the server refused the request.
         """
-        prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt(prompt)
         body = _body(prompt, sampling, adapter, cache_key) | ({"rid": rid} if rid else {})
         if experts_per_token:
             body["return_routed_experts"] = True
@@ -259,7 +259,7 @@ class SGLang(Endpoint):
 
         Raises as `generate`.
         """
-        body = _body(Prompt(tokens), {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {
+        body = _body(TokensPrompt(tokens), {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {
             "logprob_start_len": 0
         }
         if top_k:
@@ -278,7 +278,7 @@ class SGLang(Endpoint):
             raise ServerError(f"{self.url}/generate: {error}") from error
 
 
-def _body(prompt: Prompt, sampling: Mapping[str, Any], adapter: str, cache_key: str) -> dict[str, Any]:
+def _body(prompt: TokensPrompt, sampling: Mapping[str, Any], adapter: str, cache_key: str) -> dict[str, Any]:
     params = {("sampling_seed" if name == "seed" else name): value for name, value in sampling.items()}
     return {
         "input_ids": prompt.short(),

@@ -60,6 +60,28 @@ def choose_root(size: int = 0) -> Path:
     return Path(tempfile.gettempdir())
 
 
+def check_owner(root: Path, run: str) -> None:
+    """Raises ValueError if a folder cannot be, or become, one for the versions of this run; creates nothing.
+
+    Args:
+      run: the run's id; "" = of a new run, to which no versions belong yet.
+    """
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root}: a folder for published versions is needed, got a file; name another")
+    owner = root / OWNER
+    if not owner.is_file() and root.is_dir() and any(root.iterdir()):
+        raise ValueError(
+            f"{root}: a folder for published versions must be empty or of the same run, got other files; name another, "
+            "or empty it"
+        )
+    found = owner.read_text(encoding="utf-8", errors="replace").strip() if owner.is_file() else ""
+    if found and found != run:
+        raise ValueError(
+            f"{root}: holds versions of another run ({found}, this one is {run or 'new'}); name another folder, or "
+            "empty it"
+        )
+
+
 @contextlib.contextmanager
 def owned(root: Path, run: str) -> Iterator[Path]:
     """Creates a folder for the versions of one run, keeps others out of it, and yields it.
@@ -68,26 +90,16 @@ def owned(root: Path, run: str) -> Iterator[Path]:
       run: the run's id, which stays in the folder.
 
     Raises:
-      ValueError: the path is a file; the folder belongs to another run, holds other files, or is in use.
+      ValueError: as `check_owner`; or it is in use.
     """
-    if root.exists() and not root.is_dir():
-        raise ValueError(f"{root}: a folder for published versions is needed, got a file; name another")
+    check_owner(root, run)
     root.mkdir(parents=True, exist_ok=True)
-    if not (root / OWNER).is_file() and any(root.iterdir()):
-        raise ValueError(
-            f"{root}: a folder for published versions must be empty or of the same run, got other files; name another, "
-            "or empty it"
-        )
     held = folders.lock(root / OWNER)
     if held is None:
         raise ValueError(f"{root}: another process is publishing versions here; name another folder")
     with held:
+        check_owner(root, run)  # another run may have taken it meanwhile
         held.seek(0)
-        owner = held.read().strip() or run
-        if owner != run:
-            raise ValueError(
-                f"{root}: holds versions of another run ({owner}, this one is {run}); name another folder, or empty it"
-            )
         held.truncate(0)
         held.write(f"{run}\n")
         held.flush()

@@ -1,0 +1,47 @@
+"""One attempt at a completion: a request to one server, which ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import ServerError
+from ..servers.image_tokens import TokensPrompt
+from ..servers.server import Server
+from ..servers.types import Part
+
+ABORT_S = 1.0  # between aborts of a request that is out of time
+
+
+async def ask(
+    prompt: TokensPrompt, sampling: Mapping[str, Any], experts: int, until: float | None, on_tokens: Callable | None,
+    server: Server, adapter: str,
+) -> Part:  # fmt: skip
+    """A server's answer to a prompt; it is aborted at `until`, a time of the loop's clock, if there is one.
+
+    Args:
+      experts, on_tokens: `experts_per_token` and `on_tokens` of `SGLang.generate`.
+    """
+    name = "" if until is None else secrets.token_hex(16)
+    ending = None if until is None else asyncio.create_task(_abort_at(until, server, name))
+    try:
+        # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
+        return await server.api.generate(
+            prompt, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, rid=name,
+            on_tokens=on_tokens,
+        )  # fmt: skip
+    finally:
+        if ending:
+            ending.cancel()
+
+
+async def _abort_at(until: float, server: Server, name: str) -> None:
+    """Aborts the request `name` at a time of the loop's clock, until it is cancelled: an abort may overtake it."""
+    await asyncio.sleep(until - asyncio.get_running_loop().time())
+    while True:
+        with contextlib.suppress(ServerError):  # the request fails alike
+            await server.api.abort(name)
+        await asyncio.sleep(ABORT_S)
