@@ -175,7 +175,6 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     common.check_balance(config.model, config.training.balance)
     if not config.serving.servers:
         common.check_own_servers(config.serving.serve, config.training.mesh.devices, config.serving.colocated)
-        common.check_own_engine(config.model, config.serving.serve.sized(config.training.length))
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
         versions.check_owner(Path(config.serving.published), common.run_id(config.out))
@@ -188,6 +187,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
+        common.check_own_engine(config.model, serving.serve.sized(length))
     check = vision.NotingImages(
         rows.prompts(
             tokens, workflow, processor and processor.as_given(), most=options.max_prompt,
