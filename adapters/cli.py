@@ -373,8 +373,8 @@ def launch(*options: str) -> int:
     if not command:
         raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
     launch.check_servers(config, command)
-    own = ["--servers", *["http://127.0.0.1:1"] * config.servers] if config.servers else []  # as the command gets them
-    _check([*command, *own], config.on == "local")
+    urls = [f"http://127.0.0.1:{1 + i}" for i in range(config.servers)]  # in place of those that the command will get
+    _check([*command, "--servers", *urls] if urls else command, config.on == "local")
     return launch.launch(config, command)
 
 

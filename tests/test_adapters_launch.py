@@ -204,6 +204,11 @@ def test_options_of_the_command_are_known_by_all_their_names(capsys):
     assert "--group_size=4" in capsys.readouterr().out
 
 
+def test_a_command_for_several_servers_is_accepted(capsys):
+    assert cli.main(["launch", "--on", "slurm", "--servers", "3", "--", *map(str, grpo(Path("d"), "run", 1))]) == 0
+    assert "train grpo" in capsys.readouterr().out
+
+
 def test_a_server_gets_the_launchers_options():
     server = launch_config.Server(
         mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, kv_cache_dtype="float8", dtype="float32"
