@@ -68,8 +68,10 @@ def plan(recipe: str, *options: str) -> int:
 
 @contextlib.contextmanager
 def _importing(command: str, options: Sequence[str] = ()) -> Iterator[None]:
-    """Says at once that a command imports JAX and what else it needs, which takes seconds, and on a busy machine a
-    minute; nothing if that has happened, or help is asked for."""
+    """Says that a command is importing JAX and what else it needs: seconds, on a busy machine a minute.
+
+    Says nothing if JAX is imported already, or help is asked for.
+    """
     if "jax" in sys.modules or {"-h", "--help", "--help-all"} & {*options}:
         yield
         return
@@ -381,8 +383,11 @@ def launch(*options: str) -> int:
 def _check(command: list[str], here: bool) -> None:
     """Raises ValueError if a command that other processes will run would refuse its options.
 
-    A recipe of the user's own may be on their machines alone, and is not looked at. If a `--config` file is, too, only
-    names of options are checked.
+    A user's own recipe may exist only on the machines that will run it, and is not checked. Where that holds for a
+    `--config` file, only the names of options are checked.
+
+    Args:
+      here: this machine runs the command.
     """
     name, *options = command
     function, prog = _command(name), f"areax {name}"

@@ -7,9 +7,9 @@ The environment is set before JAX and torch load, and child processes inherit it
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import sys
-import time
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
@@ -33,26 +33,21 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-compiled = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled / worker)
-(compiled / worker).mkdir(parents=True, exist_ok=True)
+
+def exchange(root):
+    """Gives each worker the programs that the others compiled in earlier runs. Within a run none are
+    shared: JAX does not write files atomically."""
+    folders = [root, *root.glob("gw*")]
+    for one, other in itertools.permutations(folders, 2):
+        for path in one.glob("*-cache"):
+            with contextlib.suppress(OSError):  # there already, or a file system without links
+                (other / path.name).hardlink_to(path)
 
 
-def fetch_compiled():
-    """Links the programs that other workers compiled in earlier runs into this process's folder; not the newest, since
-    JAX does not write files atomically."""
-    here = set(os.listdir(compiled / worker))
-    for folder in {compiled, *compiled.glob("gw*")} - {compiled / worker}:
-        for file in os.scandir(folder):
-            if file.name.endswith("-cache") and file.name not in here:
-                with contextlib.suppress(OSError):  # removed or linked meanwhile, or a file system without links
-                    if time.time() - file.stat().st_mtime > 2:
-                        os.link(file.path, compiled / worker / file.name)
-
-
-fetch_compiled()
-gc.disable()  # until all test files are imported: what imports make stays
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
+else:
+    exchange(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -76,13 +71,22 @@ hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("areax")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects no garbage while test files are imported: what imports make stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """Leaves the modules that are loaded out of garbage collections: what torch, transformers and JAX hold takes a
     second to walk through, and tracing starts hundreds of collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
-    gc.enable()
 
 
 def pytest_runtest_setup(item):

@@ -1,8 +1,7 @@
 """Makes a release of this checkout: `make release VERSION=x.y.z`. docs/releases.md says what it checks.
 
 Everything happens in a worktree under dist/, which git ignores; the files in dist/, the tag and main change at the end,
-so a failed check changes nothing. What a release that was killed left behind, the next one removes. Nothing is pushed
-or uploaded.
+so a failed check changes nothing. A release removes what a killed one left behind. Nothing is pushed or uploaded.
 """
 
 import contextlib

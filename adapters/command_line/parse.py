@@ -37,7 +37,7 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
 
 
 def parsed(target, arguments: Sequence[str], prog: str, given: Any = None, first: Sequence[str] = ()):
-    """As `parse`, but of a function the call that is yet to be made."""
+    """Like `parse`, but returns the call of a function without making it."""
     arguments = list(arguments)
     if first and (wanted := {"-h", "--help", "--help-all"} & set(arguments)):
         everything = "--help-all" in wanted
@@ -65,8 +65,8 @@ def parsed(target, arguments: Sequence[str], prog: str, given: Any = None, first
 
 
 def check_names(target: type, arguments: Sequence[str], prog: str, given: Any = None) -> None:
-    """Raises ValueError if arguments name an option that `target` lacks: of a command whose `--config` file, which may
-    have what they lack, is on another machine."""
+    """Raises ValueError if arguments name an option that `target` lacks. Values and missing options are not checked: a
+    `--config` file on another machine may have them."""
     known = help.names(target, given)
     own = [word for word in arguments if word.partition("=")[0] not in ("--config", "--help", "--help-all")]
     if unknown := _unknown([_renamed(word, known) for word in own], _help(target, prog, given), known):

@@ -236,10 +236,10 @@ def check_own_servers(serve: local.Serve, trainer: int, colocated: bool) -> None
 
 
 def check_own_engine(model: str, serve: local.Serve) -> None:
-    """Raises ValueError if the engine of servers that a run starts here would refuse their options for this model, such
-    as too little memory, before anything is written. `serve` is `Serve.sized`.
+    """Raises ValueError if the engine would refuse the options of servers that a run starts here, such as too little
+    memory for the model. `serve` comes from `Serve.sized`.
 
-    A job's server may have a machine with more devices than this process sees; it then finds out by itself.
+    In a job, a server may have more devices than this process sees; it then checks its options itself.
     """
     there = jax.local_devices()
     if serve.mesh.devices <= len(there):

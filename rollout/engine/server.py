@@ -86,8 +86,8 @@ def serve(
 
 
 def described(service: Service) -> str:
-    """What is served, in a line: model, parameters and their dtype, devices, memory for tokens, slots, and what is
-    special."""
+    """What is served, in a line: model, parameters and their dtype, devices, memory for tokens, slots, and extras
+    such as drafts."""
     engine, path = service.engine, service.path
     config, options = engine.config, engine.options
     stored = config_json.quantisation(json.loads(config.source))

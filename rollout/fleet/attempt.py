@@ -20,9 +20,10 @@ async def ask(
     prompt: TokensPrompt, sampling: Mapping[str, Any], experts: int, until: float | None, on_tokens: Callable | None,
     server: Server, adapter: str,
 ) -> Part:  # fmt: skip
-    """A server's answer to a prompt; it is aborted at `until`, a time of the loop's clock, if there is one.
+    """Sends a prompt to a server and returns its answer.
 
     Args:
+      until: time of the loop's clock at which the request is aborted; None = never.
       experts, on_tokens: `experts_per_token` and `on_tokens` of `SGLang.generate`.
     """
     name = "" if until is None else secrets.token_hex(16)

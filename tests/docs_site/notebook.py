@@ -14,8 +14,10 @@ def page(notebook: Path) -> tuple[str, dict[str, bytes]]:
         for output in cell.get("outputs", ()):
             if output["output_type"] == "stream":
                 parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
-            else:
+            elif drawing := output["data"].get("image/png"):
                 name = f"{notebook.stem}-{len(drawings)}.png"
-                drawings[name] = base64.b64decode(output["data"]["image/png"])
+                drawings[name] = base64.b64decode(drawing)
                 parts.append(f"![what this draws]({name})")
+            else:
+                parts.append(f"```text\n{''.join(output['data']['text/plain']).rstrip()}\n```")
     return "\n\n".join(parts) + "\n", drawings
