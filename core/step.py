@@ -178,7 +178,9 @@ def _add(one: Callable, params, start: Gradient | None, batch: Batch, frozen: tu
     """(`start` plus the batch's gradient and loss, metrics of the objective, `out.aux` summed)."""
     micro = lambda i: jax.tree.map(lambda x: x[i], batch)
     plus = lambda a, b: jax.tree.map(jnp.add, a, b)
-    _, (shapes, sums) = jax.eval_shape(one, params, micro(0), *frozen)
+    loss, (shapes, sums) = jax.eval_shape(one, params, micro(0), *frozen)
+    if start is not None:
+        start = Gradient(start.params, start.loss.astype(loss.dtype))  # float64 if the weights are
 
     def add(i, carry):
         total, report, aux = carry
@@ -194,7 +196,7 @@ def _add(one: Callable, params, start: Gradient | None, batch: Batch, frozen: tu
 
 def _plus(total: Gradient, new: Gradient, place) -> Gradient:
     """The sum; where it is in bf16, rounded stochastically."""
-    seed = jax.lax.bitcast_convert_type(new.loss, jnp.uint32) + jnp.uint32(place)
+    seed = jax.lax.bitcast_convert_type(new.loss.astype(jnp.float32), jnp.uint32) + jnp.uint32(place)
     sums, tree = jax.tree.flatten(total.params)
     pairs = zip(sums, jax.tree.leaves(new.params), strict=True)
     added = [rounding.add(a, b, seed + jnp.uint32(i)) for i, (a, b) in enumerate(pairs)]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,23 @@ def test_sums_add_up_over_calls():
         for a, b in zip(*map(jax.tree.leaves, (second(**changes)["stacks"], plain["stacks"])), strict=True):
             assert np.any(a != b) or "weight_decay" in changes, changes  # norms do not decay
     assert APPLY._cache_size() == compiled
+
+
+def test_float64_weights_have_float64_sums():
+    """Over several microbatches, in the step and over calls; a cubic loss, whose gradient is known."""
+    score = lambda params, batch: SimpleNamespace(aux={}, cube=params["w"] ** 3 * jnp.sum(batch.token_BT))
+    objective = SimpleNamespace(loss=lambda out, batch: (out.cube, {"cube": metrics.of(out.cube)}))
+    batch = packing.pack(rows(20), 40, rows=1)
+    tokens, w, sgd = int(batch.token_BT.sum()), 1.1, optax.sgd(1e-4)
+    with jax.enable_x64(True):
+        state = step.init({"w": jnp.float64(w)}, sgd)
+        gradient, _ = step.make_accumulate(score, objective)(state.params, step.no_gradient(state.params), batch)
+        state, report = step.make_step(score, objective, sgd)(state, batch)
+        assert state.params["w"].dtype == gradient.params["w"].dtype == gradient.loss.dtype == jnp.float64
+        np.testing.assert_allclose(state.params["w"], w - 1e-4 * 3 * w**2 * tokens, rtol=1e-14)
+        np.testing.assert_allclose(gradient.params["w"], 3 * w**2 * tokens, rtol=1e-14)
+        np.testing.assert_allclose(gradient.loss, w**3 * tokens, rtol=1e-14)
+    np.testing.assert_allclose(metrics.to_dict(report)["loss"], w**3 * tokens, rtol=1e-6)
 
 
 def test_a_sum_that_is_not_finite_is_not_applied():
