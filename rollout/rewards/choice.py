@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .answers import said
+
 _BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf))*"
 _AFTER = r"(?![A-Za-z0-9'\u2019])"
 MARKED = [  # the first of these that occurs in the text decides, by its last occurrence
@@ -22,7 +24,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 
     The choice is the letter in the last \\boxed{...}, else in the last <answer>, else after the last "answer" or
     "correct option" ("The answer is (B)", "Answer: **B**"; a capital only), else the last line if it is a single
-    letter. Two letters in that place ("A or B") count as no choice.
+    letter. Two letters in that place ("A or B") count as no choice. Thoughts do not count (`answers.said`).
 
     Args:
       row: `answer` is the letter, or the zero-based index of the right choice.
@@ -39,6 +41,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 
 def chosen(text: str) -> str | None:
     """The letter that a completion chooses (see `reward`), in upper case; None if there is none."""
+    text = said(text)
     for pattern in MARKED:
         if found := list(pattern.finditer(text)):
             return None if ANOTHER.match(text, found[-1].end()) else found[-1][1].upper()

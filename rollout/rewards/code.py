@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import sandbox
+from .answers import block
 
 SECONDS = 8.0  # for all tests of a program; below the default timeout of a pool
 MEMORY = 512 << 20  # bytes
 OUTPUT = 1 << 20  # bytes that a program may print
-BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 # Printing the token proves that the tests ran and passed: a program that exits early does not know it.
 HARNESS = """import sys
 def run(token, print=print):
@@ -29,9 +28,9 @@ run(sys.stdin.readline().strip())
 def reward(text: str, row: Mapping[str, Any]) -> float:
     """1.0 if the program in `text` passes all tests of the row within SECONDS and MEMORY, else 0.0.
 
-    The program is the last ```python block, or the whole text if there is none. It runs in `sandbox`, one at a time in
-    each worker of a pool. Asserts share a process with the program, so a malicious program can fake them: if that
-    matters, test by input and output.
+    The program is the last ```python block outside of thoughts, else the last block without a language, or the whole
+    text if there is none (`answers.block`). It runs in `sandbox`, one at a time in each worker of a pool. Asserts share
+    a process with the program, so a malicious program can fake them: if that matters, test by input and output.
 
     Args:
       row: `tests` is Python source with asserts, or a list of such sources, which run after the program in its
@@ -41,8 +40,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
       ValueError: the row has no tests, or malformed ones.
       ServerError: this machine allows no sandbox, or the sandbox failed.
     """
-    blocks = BLOCK.findall(text)
-    return float(asyncio.run(passes(blocks[-1] if blocks else text, row.get("tests"))))
+    return float(asyncio.run(passes(block(text, "python", "py", "ipython", "pypy"), row.get("tests"))))
 
 
 async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, str]] | None) -> bool:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-BLOCK = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
+from .answers import block
 
 
 def reward(text: str, row: Mapping[str, Any]) -> float:
     """1.0 if `text` is JSON that satisfies `row["schema"]` (JSON Schema, an object or its text), else 0.0.
 
-    The last ```json block counts, or the whole text if there is none. NaN and Infinity are not JSON. External
+    The last ```json block outside of thoughts counts, else the last block without a language, or the whole text if
+    there is none (`answers.block`). NaN and Infinity are not JSON. External
     references in the schema are not followed.
 
     Raises:
@@ -29,9 +29,8 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ValueError(f"json_schema: the schema of a row is invalid: {error.message}") from None
-    blocks = BLOCK.findall(text)
     try:
-        value = json.loads(blocks[-1] if blocks else text, parse_constant=_refuse)
+        value = json.loads(block(text, "json"), parse_constant=_refuse)
         return float(kind(schema, registry=referencing.Registry()).is_valid(value))
     except (ValueError, RecursionError):  # invalid JSON, or nested too deeply
         return 0.0

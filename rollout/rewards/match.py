@@ -6,13 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .answers import said
+
 THINK = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)*"
 
 
 def exact(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if `text` equals `row["answer"]`, or one of them if that is a list; surrounding white space is ignored."""
+    """1.0 if `text` equals `row["answer"]`, or one of them if that is a list; thoughts (`answers.said`) and
+    surrounding white space are ignored."""
     answers = row["answer"] if isinstance(row["answer"], list | tuple) else [row["answer"]]
-    return float(text.strip() in {str(answer).strip() for answer in answers})
+    return float(said(text).strip() in {str(answer).strip() for answer in answers})
 
 
 def regex(text: str, row: Mapping[str, Any]) -> float:

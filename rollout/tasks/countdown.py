@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ..rewards.answers import said
+
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 PROMPT = (
@@ -159,8 +161,10 @@ def reward(text: str, row: dict) -> float:
     """1.0 if `text` is a correct expression for the row, else 0.0.
 
     Correct: its exact value is the target, and it uses each number exactly once and only the row's operators. The
-    content of the last <answer>...</answer> counts, or the whole text if there is none.
+    content of the last <answer>...</answer> counts, or the whole text if there is none; thoughts do not
+    (`rewards.answers.said`).
     """
+    text = said(text)
     tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     try:
         value, used = evaluate((tagged[-1] if tagged else text).strip(), row["operators"])
