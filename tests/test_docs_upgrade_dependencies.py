@@ -15,9 +15,10 @@ TABLE = [
     for names, versions, use in re.findall(r"^\| ([\w, -]+) \| ([\d., post]+) \| (.+) \|$", PAGE, re.M)
     for name, version in zip(names.split(", "), versions.split(", "), strict=True)
 ]
-MODULES = {"markdown-it-py": "markdown_it",   # of libraries whose name in Python is another
+MODULES = {  # of libraries whose name in Python is another
     "orbax-checkpoint": "orbax", "docstring-parser": "docstring_parser", "huggingface-hub": "huggingface_hub",
     "math-verify": "math_verify", "prometheus-client": "prometheus_client", "pyyaml": "yaml", "pillow": "PIL",
+    "markdown-it-py": "markdown_it",
 }  # fmt: skip
 KINDS = "Files", "Tests"
 
