@@ -1,8 +1,10 @@
 """`areax convert` of adapters: merged like PEFT, and the closest ones to a difference like a singular value
 decomposition; of torch's distributed checkpoints; what may be chosen of the files."""
 
+import enum
 import json
 import pickle
+import socket
 
 import jax
 import numpy as np
@@ -12,10 +14,11 @@ import tiny_families
 import torch
 import transformers
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint import metadata
 
 from areax import models
 from areax.adapters import hf, peft, safetensors
-from areax.adapters.commands import convert, extract, files
+from areax.adapters.commands import convert, dcp, extract, files
 from areax.models import lora
 
 
@@ -260,11 +263,75 @@ def test_other_distributed_checkpoints_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must have Hugging Face's names, .* got decoder.layers.0.weight; convert it"):
         convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
     dotted = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x04true\x85R."
-    for index in (b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(print), dotted):
+    bare = pickle.dumps(metadata.Metadata.__new__(metadata.Metadata))
+    for index in (b"", b"\x80\x04.", b"\x80\x04\x95\x01", pickle.dumps({}), pickle.dumps(print), dotted, bare):
         (tmp_path / "dcp/.metadata").write_bytes(index)
         with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got"):
             convert.convert(tmp_path / "dcp", tmp_path / "new", base=str(base))
     assert not (tmp_path / "new").exists()
+
+
+class EarlyPython311(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_indexes_that_early_releases_of_python_311_wrote_are_read(tmp_path):
+    properties = [
+        metadata.TensorProperties(memory_format=each) for each in (torch.contiguous_format, torch.channels_last)
+    ]
+    wanted = metadata.Metadata({str(n): metadata.BytesStorageMetadata() for n in range(2)}, properties, {})
+    with open(tmp_path / ".metadata", "wb") as file:
+        EarlyPython311(file).dump(wanted)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert dcp._index(tmp_path) == wanted
+
+
+class Calls:
+    """Pickled, a call, whose result gets attributes if some are given."""
+
+    def __init__(self, function, *args, **attributes):
+        self.call = function, args, (None, attributes)
+
+    def __reduce__(self):
+        return self.call if self.call[2][1] else self.call[:2]
+
+
+FORMATS = metadata._MEM_FORMAT_ENCODING
+
+
+@pytest.mark.parametrize(
+    "attack, said",
+    [
+        (Calls(getattr, getattr, "__call__"), "it asks for '__call__' of <function"),
+        (Calls(getattr, Calls(getattr, FORMATS, "TORCH_CHANNELS_LAST"), "name"), "it asks for 'name' of <_MEM"),
+        (Calls(getattr, Calls(getattr, FORMATS, "__class__"), "mro"), "it asks for '__class__' of <enum"),
+        (Calls(getattr, FORMATS, "__init__"), "it asks for '__init__' of"),
+        (Calls(getattr, FORMATS, "_member_map_"), "it asks for '_member_map_' of"),
+        (Calls(getattr, FORMATS, "TORCH_CHANNELS_LAST.__class__"), "it asks for 'TORCH_CHANNELS_LAST.__class__' of"),
+        (Calls(getattr, FORMATS, 1), "it asks for 1 of"),
+        (Calls(getattr, FORMATS, "none", FORMATS), "takes 2 positional arguments"),
+        (Calls(getattr, metadata.Metadata, "__init__"), "it asks for '__init__' of <class"),
+        (Calls(getattr, torch.Size, "__new__"), "it asks for '__new__' of <class"),
+        (Calls(getattr, socket.AddressFamily, "AF_INET"), "it asks for socket.AddressFamily"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x10getattr.__call__\x93.", "it asks for builtins.getattr.__call__"),
+        (Calls(getattr, FORMATS, "TORCH_CHANNELS_LAST", _value_=0), "it changes <_MEM_FORMAT"),
+        (Calls(torch.Size, (1,), __doc__="x"), "it changes torch.Size"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93N}\x8c\x01xK\x01s\x86b.", "it changes <function"),
+        (
+            b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93N}\x8c\x01xK\x01s\x86b.",
+            "it changes <class",
+        ),
+    ],
+)
+def test_an_index_gets_no_attribute_but_members_and_changes_no_class(attack, said, tmp_path):
+    before = dict(vars(metadata.Metadata))
+    (tmp_path / ".metadata").write_bytes(attack if isinstance(attack, bytes) else pickle.dumps(attack, 4))
+    with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got") as error:
+        dcp._index(tmp_path)
+    assert said in str(error.value) and vars(metadata.Metadata) == before
 
 
 class Runs:

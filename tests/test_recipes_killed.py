@@ -1,6 +1,8 @@
 """What a killed run leaves: no process, no memory, nothing half-written; and what damage to its files does."""
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,6 @@ import tiny
 from areax.adapters import cli
 from areax.adapters.tracking import run_dir
 from areax.recipes.shared import common
-from areax.rollout.processes import folders
 from areax.rollout.tasks import arithmetic
 
 MEMORY = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -92,13 +93,17 @@ def left(known):
 
 
 def orphans():
-    """Folders in memory and among temporary files whose process is gone."""
-    found = set()
-    for path in (path for root in MEMORY for path in root.glob("areax-*/.lock")):
-        if held := folders.lock(path):
-            held.close()
-            found.add(path.parent)
-    return found
+    """Folders in memory and among temporary files that no process has a file open in.
+
+    Looks from outside: asking for the lock of a folder that another test's process is about to lock would take it.
+    """
+    found, opened = {path.parent for root in MEMORY for path in root.glob("areax-*/.lock")}, set()
+    for process in processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            for number in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # it has just closed it
+                    opened.add(Path(os.readlink(f"/proc/{process}/fd/{number}")).parent)
+    return found - opened
 
 
 def killed(process):

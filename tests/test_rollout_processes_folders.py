@@ -1,5 +1,6 @@
 """Folders that a process owns, and the guard that removes them and ends its children: with real processes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -40,14 +41,18 @@ def owner(tmp_path):
 def runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 def guards():
     """Guards that run now: they are nobody's children."""
-    commands = ((path, path.read_bytes()) for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
-    return {int(path.parent.name) for path, command in commands if b"orphan_guard.py" in command}
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if b"orphan_guard.py" in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
 
 
 def test_a_killed_process_leaves_neither_children_nor_folders(owner):
@@ -123,3 +128,17 @@ def test_folders_of_others_are_left_alone(tmp_path):
     held.close()
     folders.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["areax-mine", "other"]
+
+
+def test_a_folder_whose_lock_another_process_has_is_not_left_behind(tmp_path, monkeypatch):
+    """Another process asks for the lock between the folder's first moment and its owner's."""
+    taken, lock = [], folders.lock
+
+    def second(file):
+        taken.append(lock(file))
+        return lock(file) if len(taken) == 1 else taken[-1]
+
+    monkeypatch.setattr(folders, "lock", second)
+    with folders.scratch(tmp_path, "test") as mine:
+        assert len(taken) == 2 and list(tmp_path.iterdir()) == [mine]
+    taken[0].close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import pickle
+import struct
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ NAMES = {
 # What a damaged pickle raises.
 DAMAGED = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
-    RuntimeError, TypeError, ValueError,
+    RuntimeError, TypeError, ValueError, struct.error,
 )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def opened(path: str | os.PathLike, base: str | os.PathLike):
     tensors: Any = {}
     for name, meta in stored.items():
         if name.startswith(start) and not (key := name.removeprefix(start)).startswith("optim"):
-            dtype = getattr(meta.properties, "dtype", None)
+            dtype = getattr(getattr(meta, "properties", None), "dtype", None)
             if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
                 raise ValueError(f"{path}: tensors must be of floats of 16 bits or more, got {name}: {dtype}")
             tensors[key] = Stored(
@@ -158,10 +160,25 @@ def _start(config, names, path: Path) -> str:
     )
 
 
-class _Safe(pickle.Unpickler):
+def _member(enumeration: Any, name: Any) -> Any:
+    """A member of an enumeration of METADATA_OF, which early releases of Python 3.11 pickle as a call of `getattr`."""
+    own = isinstance(enumeration, enum.EnumMeta) and enumeration.__module__ == METADATA_OF
+    if own and type(name) is str and name in enumeration.__members__:
+        return enumeration.__members__[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r:.80} of {enumeration!r:.80}")
+
+
+Unpickler: Any = pickle._Unpickler  # written in Python: what sets attributes can be replaced
+
+
+class _Safe(Unpickler):
+    dispatch = dict(Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in NAMES:
             return super().find_class(module, name)
         if module in ("torch", METADATA_OF) and "." not in name:
@@ -170,6 +187,15 @@ class _Safe(pickle.Unpickler):
             if own or isinstance(value, torch.dtype | torch.layout):
                 return value
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def load_build(self) -> None:
+        """Sets attributes of an object: of a record of the index, not of a class, a function or a member."""
+        into = self.stack[-2]
+        if isinstance(into, enum.Enum) or not is_dataclass(type(into)):
+            raise pickle.UnpicklingError(f"it changes {into!r:.80}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def _index(path: Path) -> Any:
@@ -187,12 +213,12 @@ def _index(path: Path) -> Any:
     except DAMAGED as error:
         raise ValueError(f"{file}: must be an index of torch.distributed.checkpoint, got another: {error}") from error
     known = isinstance(found, Metadata) and all(
-        isinstance(each, dict) for each in (found.state_dict_metadata, found.storage_data)
+        isinstance(getattr(found, each, None), dict) for each in ("state_dict_metadata", "storage_data")
     )
     if not known:
         raise ValueError(f"{file}: must be an index of torch.distributed.checkpoint, got {type(found).__name__}")
     for name, meta in found.state_dict_metadata.items():
-        sizes = meta.size if isinstance(meta, TensorStorageMetadata) else ()
+        sizes = getattr(meta, "size", None) if isinstance(meta, TensorStorageMetadata) else ()
         if type(name) is not str or not isinstance(sizes, tuple) or not all(type(n) is int for n in sizes):
             raise ValueError(f"{file}: tensors must have names and sizes, got {name!r:.80}; use another checkpoint")
     for part in found.storage_data.values():

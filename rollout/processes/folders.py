@@ -57,7 +57,11 @@ def scratch(root: Path, name: str) -> Iterator[Path]:
         path.mkdir(mode=0o700)
         held = lock(path / LOCK)
         if held and not (path / LOCK).exists():  # `sweep` of another process took it for an orphan
+            held.close()
             held = None
+        if held is None:  # another process has the lock, perhaps not to remove the folder
+            shutil.rmtree(path, ignore_errors=True)
+            guard.folder_removed(path)
     try:
         yield path
     finally:
