@@ -88,6 +88,17 @@ def test_a_row_is_of_its_settings_code_and_packages(benchmark_modules):
     assert len({rows.identity(Step("x", kind, settings, 1), "a GPU")["code"] for kind, settings in kinds}) == 4
 
 
+def test_a_checkout_need_not_be_installed():
+    """A device's name in `areax plan` is found where no folder of the path has the package."""
+    code = """if True:
+        import pathlib, sys
+        sys.path[:] = [sys.argv[1], *(one for one in sys.path if not pathlib.Path(one, "areax").exists())]
+        from chips import process
+        print(process.Device("gpu", "NVIDIA H100 80GB HBM3").chip, process.Device("gpu", "another").chip)"""
+    done = subprocess.run([sys.executable, "-c", code, str(BENCHMARKS)], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("h100 None\n", "")
+
+
 def test_causes_are_one_line(benchmark_modules):
     cause = benchmark_modules("chips.process").cause
     for huge in (lambda: jnp.zeros(1 << 50), lambda: np.zeros(1 << 58)):

@@ -17,7 +17,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areax.parallel.planner.chips import named
 from chips import rows
 from chips.steps import Step
 
@@ -42,6 +41,9 @@ class Device:
     @property
     def chip(self) -> str | None:
         """Its name in `areax plan`, None if it has none."""
+        sys.path.append(package())  # areax need not be installed
+        from areax.parallel.planner.chips import named
+
         return named(self.kind)
 
 
@@ -111,6 +113,9 @@ def _environ(step: Step, device: Device, folder: str) -> dict[str, str]:
         environ.setdefault("JAX_PLATFORMS", {"gpu": "cuda"}.get(device.platform, device.platform))
         if device.platform == "gpu":  # tests need not be fast: XLA would try many forms of each product
             environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+            if importlib.util.find_spec("xdist"):  # most of the time is compilation; the processes share the memory
+                environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} -n {min(8, os.cpu_count() or 1)}"
+                environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if step.settings.get("system") == "transformers":
         environ["JAX_PLATFORMS"] = "cpu"  # for the plan: JAX must not allocate device memory
     if device.platform != "cpu":
