@@ -224,33 +224,31 @@ def stepwise(tokenizer: Any, row: Mapping[str, Any], steps: Sequence[str], marke
 
 def end_of_turn(tokenizer: Any) -> int:
     """The token that ends an assistant turn in the chat template, else the end-of-text token."""
-    return _end_of_turn(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
-
-
-@functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
-def _end_of_turn(tokenizer, template, eos):
-    end = _turn_marker(tokenizer, template)
-    if end is None and eos is None:
+    end = _turn_marker(tokenizer)
+    if end is None and tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token; set its eos_token")
-    return eos if end is None else end
-
-
-def _turn_marker(tokenizer, template):
-    """The special token after an assistant's turn in the chat template, or None."""
-    if not template:
-        return None
-    content = "areax"
-    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    text = rendered(tokenizer.apply_chat_template, chat, tokenize=False)
-    after = tokenizer.encode(text[text.rfind(content) + len(content) :], add_special_tokens=False)
-    special = _special(tokenizer)
-    return next((id for id in after if id in special), None)
+    return tokenizer.eos_token_id if end is None else end
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Stop token ids for a config's eos_token_id: end of turn and end of text, as far as the tokenizer has them."""
-    ids = {_turn_marker(tokenizer, tokenizer.chat_template), tokenizer.eos_token_id} - {None}
-    return tuple(sorted(ids))
+    """The tokens that end a completion: end of turn, which training learns, and end of text, as far as the tokenizer
+    has them. Whatever generates, or exports a model, takes them from here."""
+    try:
+        turn = _turn_marker(tokenizer)
+    except ValueError:  # the template cannot write a conversation, so nothing is trained on its turns
+        turn = None
+    return tuple(sorted({turn, tokenizer.eos_token_id} - {None}))
+
+
+def _turn_marker(tokenizer):
+    """The special token after an assistant's turn in the chat template, or None."""
+    return _first_special(tokenizer, template.closing(tokenizer)) if tokenizer.chat_template else None
+
+
+@functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
+def _first_special(tokenizer, text):
+    special = _special(tokenizer)
+    return next((id for id in tokenizer.encode(text, add_special_tokens=False) if id in special), None)
 
 
 def _special(tokenizer):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from areax.adapters import hf
+from areax.adapters import hf, tokenizer
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.data import images
@@ -138,6 +138,8 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
             f"--samples {config.samples} needs --sampling.temperature above 0, got 0: greedy completions are equal"
         )
     settings = None if config.servers else hf.read_config(hub.folder(config.model))  # servers may be all that has it
+    if settings:
+        common.say_added_ends(config.model, settings, tokens)
     serve = config.serve.sized(PROMPT + config.sampling.max_new_tokens)
     context, vocabulary = (min(serve.context, settings.context), settings.vocab) if settings else (0, 0)
     check = rows.prompts(
@@ -154,7 +156,8 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
         fleet = await enter(
             common.fleet(
                 config.servers, config.model, serve, concurrency=config.max_concurrent * config.samples,
-                image_token=processor.token if processor else None, environs=[devices.showing(ids) for ids in places],
+                image_token=processor.token if processor else None, ends=tokenizer.stop_ids(tokens),
+                environs=[devices.showing(ids) for ids in places],
             )
         )  # fmt: skip
         reward = await enter(
@@ -173,4 +176,5 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
             episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
             seed=config.seed if fleet.seeded else None,
         )  # fmt: skip
+    evaluation.say_endless(groups, tokens)
     return evaluation.summary(groups, config.samples), evaluation.answers(asked, groups, tokens)

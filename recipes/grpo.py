@@ -185,6 +185,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
+    common.say_added_ends(config.model, model, tokens)
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
         common.check_own_engine(config.model, serving.serve.sized(length))
@@ -268,6 +269,7 @@ async def train(
                 handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
                 image_token=processor.token if processor else None,
+                ends=hf.with_ends(trainer.policy.settings, tokens).eos,
                 environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
             )
         )  # fmt: skip

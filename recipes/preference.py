@@ -145,4 +145,6 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     """(config, weights) to start from; a reward model gets a score head, new if it has none, and no output head."""
     if isinstance(config.objective, losses.RewardModel):
         return score_head.open_model(config, score_head.SCALAR, tokens, mesh)
-    return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision)
+    made = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision)
+    common.say_added_ends(config.model, made[0], tokens)
+    return made

@@ -64,6 +64,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     settings, params = common.open_model(
         config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
     )
+    common.say_added_ends(config.model, settings, tokens)
     run = learner.computed(config.run)
     score = functools.partial(models.score, config=settings, run=run)
     own = learner.make(

@@ -35,6 +35,7 @@ async def connect(
     experts_per_token: int = 0,
     longest: int = 0,
     image_token: int | None = None,
+    ends: Sequence[int] = (),
 ) -> AsyncIterator[Fleet]:
     """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
@@ -56,6 +57,8 @@ async def connect(
       longest: tokens at which generation ends, prompt included, whatever `max_new_tokens` is, or earlier where a server
         takes less; a longer prompt raises ValueError. 0 = servers refuse what they do not take.
       image_token: of a model that reads images, the id of the token that stands for a feature of one.
+      ends: ids that end every completion unless `ignore_eos`, whatever the servers know of the model: those of its
+        tokenizer, `adapters.tokenizer.stop_ids`.
 
     Raises ServerError if a server or a stager does not answer, ValueError for invalid addresses, and if one refuses the
     key.
@@ -93,7 +96,7 @@ async def connect(
             await asyncio.gather(*(server.stager.check(timeout_s=ready_s) for server in servers if server.stager))
         fleet = assemble(
             servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
-            experts_per_token=experts_per_token, longest=longest, image_token=image_token,
+            experts_per_token=experts_per_token, longest=longest, image_token=image_token, ends=ends,
         )  # fmt: skip
         watching = asyncio.create_task(health.watch(fleet))
         try:

@@ -292,7 +292,26 @@ def test_a_config_without_stop_tokens_is_saved_with_those_of_its_base(tmp_path):
     (base / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
     path = hf.save(tmp_path / "model", *made(eos_token_id=None), base=base)
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((path / name).read_text())["eos_token_id"] == [0, 5]
+        assert json.loads((path / name).read_text())["eos_token_id"] == [0, 5, 3]  # 3: its tokenizer's
+
+
+def test_exports_name_the_end_of_turn_that_training_learns(tmp_path):
+    """A base model's files name its end of text alone; the chat template ends a turn with another token."""
+    tokens = tokenizer.character("0123456789+")
+    tokens.eos_token = "<pad>"
+    base = hf.save(tmp_path / "base", *made(eos_token_id=0))
+    config, params = hf.load(base)
+    written = hf.save(tmp_path / "by recipes", config, params, tokenizer=tokens)
+    tokenizer.save(tokens, base)
+    copied = hf.save(tmp_path / "converted", config, params, base=base)
+    end = tokenizer.end_of_turn(tokens)
+    assert end != 0
+    for path in (written, copied):
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((path / name).read_text())["eos_token_id"] == [0, end]
+        assert hf.read_config(path).eos == (0, end)
+    assert hf.with_ends(dataclasses.replace(config, vocab=end), tokens).eos == (0,)  # not beyond the vocabulary
+    assert hf.with_ends(hf.read_config(written), tokens).eos == (0, end)
 
 
 def test_loading_holds_no_second_copy(tmp_path):

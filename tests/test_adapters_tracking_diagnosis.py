@@ -30,6 +30,8 @@ HEALTHY = {
         ({"update_ratio": 0.0}, ["no_update"]),
         ({"truncated": 0.75}, ["truncated"]),
         ({"truncated": 0.5}, []),
+        ({"truncated": 1.0}, ["never_ends"]),
+        ({"truncated": 1.0, "unstopped": 0.25}, ["unstopped"]),
         ({"empty": 0.5}, ["empty"]),
         ({"entropy": 0.001}, ["entropy"]),
         ({"mismatch_k3_now": 0.01}, ["mismatch"]),

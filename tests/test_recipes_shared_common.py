@@ -1,10 +1,14 @@
-"""Devices of servers that a run starts."""
+"""Devices of servers that a run starts, and what it says of the ends of its completions."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import pytest
+import tiny
 
+from areax import models
+from areax.adapters import tokenizer
 from areax.recipes.shared import common
 from areax.rollout.servers import local
 from areax.rollout.servers.engine_mesh import EngineMesh
@@ -83,3 +87,14 @@ def test_a_run_that_is_refused_leaves_no_new_directory(tmp_path, written, publis
             (out / name).write_text(text)
         raise ValueError("refused")
     assert out.exists() == stays and bool(common.run_id(str(out))) == stays
+
+
+def test_ends_that_the_files_of_a_model_do_not_name_are_said(capsys):
+    tokens = tokenizer.character("")
+    tokens.eos_token = "<pad>"
+    config = models.config_from_hf({**tiny.HF, "vocab_size": len(tokens), "eos_token_id": 0})
+    common.say_added_ends("base", config, tokens)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("base: its files name no end <|im_end|>, with which its tokenizer ends a turn or text;")
+    common.say_added_ends("chat", dataclasses.replace(config, eos=(0, tokenizer.end_of_turn(tokens))), tokens)
+    assert capsys.readouterr().err == ""

@@ -57,6 +57,17 @@ def test_generate_returns_tokens_with_logprobs_and_versions():
     run(main)
 
 
+def test_completions_end_at_the_ends_of_the_tokenizer_whatever_servers_know():
+    async def main():
+        async with serving(V2) as a, client.connect([a.url], ends=(7, 9)) as fleet:
+            for asked in ({}, {"stop_token_ids": [9, 3]}, {"ignore_eos": True}):
+                await fleet.generate([5], max_new_tokens=2, **asked)
+        sent = [body["sampling_params"].get("stop_token_ids") for body in a.generated()]
+        assert sent == [[7, 9], [9, 3, 7], None]
+
+    run(main)
+
+
 def test_weights_without_a_version_number_are_version_minus_one():
     async def main():
         async with serving("default") as a, client.connect([a.url]) as fleet:

@@ -6,11 +6,12 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parrot
 import pytest
 import tiny
 
 from areax import models
-from areax.adapters import hf
+from areax.adapters import hf, tokenizer
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.fleet import offload
@@ -91,6 +92,30 @@ def test_weights_handed_over_as_arrays_equal_those_from_files(place):
         handover,
     ):
         asyncio.run(main(url, handover))
+
+
+def test_a_base_model_stops_at_the_end_of_turn_of_its_chat_template(tmp_path):
+    """Its files name only the end of text; versions that name both ends are the model that is served."""
+    path = parrot.model(tmp_path / "model", ["go", "four"], template=tokenizer.CHAT_TEMPLATE)
+    for name in ("config.json", "generation_config.json"):
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | {"eos_token_id": 0}))
+    tokens = tokenizer.load(path)
+    tokens.eos_token = "<pad>"
+    tokenizer.save(tokens, path)
+    config, params = hf.load(path)
+    assert config.eos == (0,) and tokenizer.stop_ids(tokens) == (0, tokenizer.end_of_turn(tokens))
+    version = hf.write_published(tmp_path, 1, config, params, tokenizer=tokens)
+
+    async def main(url):
+        async with client.connect([url]) as fleet:
+            go, four, end = tokens.convert_tokens_to_ids(["go", "four", "<|im_end|>"])
+            for _ in range(2):
+                done = await fleet.generate([go], temperature=0.0, max_new_tokens=8)
+                assert (done.tokens, done.finish) == ([four, end], "stop")
+                await push_weights(fleet, version, read_label(version / "manifest.json"))
+
+    with in_process.serving(str(path), OPTIONS, dtype=DTYPE) as (url, _):
+        asyncio.run(main(url))
 
 
 def test_the_key_of_servers_guards_it_too(place, monkeypatch):

@@ -63,21 +63,31 @@ def read_config(path: str | os.PathLike):
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
         config_json.check(generation, f"{path}/generation_config.json")
-    return dataclasses.replace(config, eos=stop_ids(config, generation, path))
+    config = with_named_ends(config, generation)
+    return config if config.eos else with_ends(config, tokenizer_in(path))
 
 
-def stop_ids(config, generation: Mapping, path: Path) -> tuple[int, ...]:
-    """The tokens that end a completion: those of a model's two files, else those of the tokenizer in its folder.
-
-    SGLang takes the tokenizer's as well; without any no completion would ever end.
-    """
+def with_named_ends(config, generation: Mapping):
+    """The Config with the stop tokens of generation_config.json, too."""
     eos = generation.get("eos_token_id")
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if named := tuple(dict.fromkeys((*config.eos, *eos))):
-        return named
-    if not any((path / name).is_file() for name in tokenizers.FILES):
-        return ()
-    return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < config.vocab)
+    return dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *eos))))
+
+
+def with_ends(config, tokenizer):
+    """The Config with the stop tokens of a tokenizer, too, if there is one (`tokenizer.stop_ids`).
+
+    A base model's files name its end of text alone, while training on a chat template teaches the end of a turn. SGLang
+    and vLLM take the tokenizer's end of text as well.
+    """
+    ends = () if tokenizer is None else tokenizers.stop_ids(tokenizer)
+    known = (id for id in ends if id < config.vocab)
+    return dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *known))))
+
+
+def tokenizer_in(path: Path):
+    """The tokenizer of a checkpoint folder; None if it has none."""
+    return tokenizers.load(path) if any((path / name).is_file() for name in tokenizers.FILES) else None
 
 
 def loaded_config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from .. import safetensors
 from .. import tokenizer as tokenizers
 from ..runtime import passed
 from ..runtime.atomic_dir import replacing
-from .config_files import json_bytes, read_json, save_dtype, stop_ids, written_config
+from .config_files import json_bytes, read_json, save_dtype, tokenizer_in, with_ends, with_named_ends, written_config
 from .manifests import is_checkpoint, manifest_of
 from .tensors import to_tensors
 
@@ -37,8 +36,8 @@ def save(
 
     The directory is written atomically, by rename; an existing checkpoint is replaced, and kept if anything fails.
     config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base, bytes,
-    tensors: {name: {dtype, shape, xxh3_128}}}`, with base null since all tensors are there. A config without stop
-    tokens is written with those of `base`'s generation_config.json, else with the tokenizer's.
+    tensors: {name: {dtype, shape, xxh3_128}}}`, with base null since all tensors are there. Both configs name the stop
+    tokens of the config, of `base`'s generation_config.json, and of the tokenizer (`with_ends`).
 
     Args:
       params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written.
@@ -82,8 +81,7 @@ def save(
                     shutil.copyfile(Path(base) / name, directory / name)
         if tokenizer is not None:
             tokenizers.save(tokenizer, directory)
-        if not config.eos:
-            config = dataclasses.replace(config, eos=stop_ids(config, generation, directory))
+        config = with_ends(with_named_ends(config, generation), tokenizer or tokenizer_in(directory))
         hf = written_config(config, dtype)
         if config.eos:
             generation["eos_token_id"] = wrappers.text(hf)["eos_token_id"]

@@ -115,8 +115,19 @@ CONDITIONS = (
         for name, words in (("nll", "the loss"), ("preference", "the loss"), ("divergence", "the divergence"))
     ),
     Condition(
+        "unstopped", (_unhealthy("unstopped"),), "completions go on behind the token that ends a turn",
+        "servers do not stop there: their model's generation_config.json should name it in eos_token_id; or the workflow "
+        "asks for ignore_eos",
+    ),
+    Condition(
+        "never_ends", (("truncated", "is", 1),), "no completion ended before the length limit",
+        "the model writes no token that ends a turn: a base model learns the chat template's from areax train sft; "
+        "else raise --sampling.max-new-tokens or --length, and read samples.jsonl", ("unstopped",),
+    ),
+    Condition(
         "truncated", (_unhealthy("truncated"),), "most completions end at the length limit",
         "raise --sampling.max-new-tokens or --length, or see in samples.jsonl whether the model ever ends its answers",
+        ("unstopped", "never_ends"),
     ),
     Condition(
         "empty", (_unhealthy("empty"),), "some completions are empty: no token but the end",

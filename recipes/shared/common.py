@@ -130,6 +130,18 @@ def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
         raise ValueError(f"--chat-template-kwargs: {error}; {path}") from None
 
 
+def say_added_ends(model: str, config, tokens) -> None:
+    """Says at which tokens completions end too, because the chat template ends turns with them, though the model's files
+    do not name them, as those of base models."""
+    added = hf.with_ends(config, tokens).eos[len(config.eos) :]
+    if added and jax.process_index() == 0:
+        names = ", ".join(map(tokens.convert_ids_to_tokens, added))
+        progress.say(
+            f"{model}: its files name no end {names}, with which its tokenizer ends a turn or text; completions end "
+            "there too, and exports name it"
+        )
+
+
 def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, vision: Tower | None = None):
     """(config, sharded weights) of a teacher, in the dtype of its computation.
 
@@ -333,6 +345,7 @@ async def fleet(
     experts_per_token: int = 0,
     longest: int = 0,
     image_token: int | None = None,
+    ends: Sequence[int] = (),
     environs: Sequence[Mapping[str, str]] = (),
 ) -> AsyncIterator[client.Fleet]:
     """Connects to the servers at `urls`; without any, starts servers of checkpoint `path` here and restarts those that
@@ -344,6 +357,7 @@ async def fleet(
       experts_per_token: as `client.connect`.
       longest: tokens at which generation ends, as `client.connect`; says if servers take less.
       image_token: of a model that reads images, as `client.connect`.
+      ends: as `client.connect`, for servers that this run does not start: its own read the model's tokenizer.
       environs: of servers that are started, as `local.servers`.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
@@ -355,7 +369,7 @@ async def fleet(
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = connect(urls, stagers=stagers, handover=handover)
+            reached = connect(urls, stagers=stagers, handover=handover, ends=ends)
         elif serve.inside:
             one = in_process.serving(os.fspath(path), serve.engine, first, dtype=serve.dtype)
             url, own = stack.enter_context(one)

@@ -1,6 +1,6 @@
 """Metrics of a batch's samples: rewards, lengths, staleness, trainer-sampler agreement; sample texts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -74,6 +74,12 @@ def batch(samples: list[Sample], version: int) -> dict:
         "version": version,
         "length_hist": {"edges": edges.tolist(), "counts": np.histogram(length, edges)[0].tolist()},
     }
+
+
+def unstopped(samples: Sequence[Sample], ends: Collection[int]) -> float:
+    """The share of answers cut at the length limit whose last turn goes on behind one of these tokens, which end one."""
+    last = (s.tokens[s.mask & (s.turn == s.turn.max())][:-1] for s in samples if s.finish == "length")
+    return sum(bool(np.isin(tokens, list(ends)).any()) for tokens in last) / len(samples)
 
 
 def by_source(groups: list[list[Sample]], source: Callable[[int], str]) -> dict[str, float | None]:

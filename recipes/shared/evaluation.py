@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from areax.adapters import tokenizer
+from areax.adapters.tracking import diagnosis, progress
+from areax.recipes.shared import describe
 from areax.rollout.chat import images
 from areax.rollout.scheduling import episodes
 from areax.rollout.types import Sample
@@ -74,6 +77,15 @@ def summary(groups: Sequence[Sequence[Sample]], samples: int) -> dict[str, Any]:
         "length": mean([s.mask.sum() for s in every]),
         **{f"pass@{k}": mean([pass_at(row, k) for row in scored if len(row) >= k]) for k in ks},
     }
+
+
+def say_endless(groups: Sequence[Sequence[Sample]], tokens: Any) -> None:
+    """Says why if no completion ended before the length limit."""
+    every = [sample for group in groups for sample in group]
+    if every and all(sample.finish == "length" for sample in every):
+        seen = {"truncated": 1.0, "unstopped": describe.unstopped(every, tokenizer.stop_ids(tokens))}
+        for condition in diagnosis.of(seen):
+            progress.say(f"eval: {condition.what}: {condition.advice}")
 
 
 def combined(sets: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -216,14 +216,14 @@ def _loaded(arguments: Any) -> Any:
 
 def closing(tokenizer: Any) -> str:
     """The text that the template adds after an assistant message, such as "<|im_end|>\n"."""
-    return _closing(tokenizer, tokenizer.chat_template)
+    return _closing(tokenizer, str(tokenizer.chat_template))
 
 
 @functools.lru_cache(maxsize=32)  # once per template, not per turn
 def _closing(tokenizer: Any, chat_template: str) -> str:
     content = "areax"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    return tokenizer.apply_chat_template(chat, tokenize=False).rpartition(content)[2]
+    return render(tokenizer, chat, (), {}, ask=False).rpartition(content)[2]
 
 
 def after(tokenizer: Any, last: int, closing: str) -> str:

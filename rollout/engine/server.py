@@ -14,7 +14,6 @@ import jax
 
 from ... import models
 from ...adapters import hf
-from ...adapters import tokenizer as tokenizers
 from ...adapters.data import images
 from ...core import param
 from ...models import config_json
@@ -199,9 +198,9 @@ def prepare(
     Raises:
       ValueError: as `images.load`, `images.Processor.check` and `Engine`.
     """
-    tokenizer, decode, grammars = None, None, None
-    if any((Path(path) / name).is_file() for name in tokenizers.FILES):
-        tokenizer = tokenizers.load(path)
+    decode, grammars = None, None
+    if tokenizer := hf.tokenizer_in(Path(path)):
+        config = hf.with_ends(config, tokenizer)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
     options = _within(options, config)

@@ -89,6 +89,7 @@ class Fleet:
         experts_per_token: int = 0,
         longest: int = 0,
         image_token: int | None = None,
+        ends: Sequence[int] = (),
     ):
         """
         Args:
@@ -98,6 +99,7 @@ class Fleet:
           experts_per_token: of the model, for `routed_experts`.
           longest: tokens at which generation ends, prompt included; see `client.connect`.
           image_token: the id that stands for a feature of an image; None = prompts have no images.
+          ends: ids that end every completion; see `client.connect`.
         """
         self.servers = list(servers)
         self.published: Published | None = None
@@ -109,7 +111,7 @@ class Fleet:
         self.waits = gauges.Waits()
         self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
         self._experts_per_token, self._longest = experts_per_token, longest
-        self._image_token = image_token
+        self._image_token, self._ends = image_token, tuple(ends)
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -219,6 +221,7 @@ class Fleet:
                 )
             max_new_tokens = min(max_new_tokens, longest - len(tokens))
             min_new_tokens = min(min_new_tokens, max_new_tokens)
+        stops = dict.fromkeys(map(int, (*stop_token_ids, *(() if ignore_eos else self._ends))))
         if seed is None and self.seeded:  # such servers give every request without a seed the same
             seed = random.getrandbits(63)
         sampling = {
@@ -230,7 +233,7 @@ class Fleet:
             "min_new_tokens": int(min_new_tokens),
             "ignore_eos": bool(ignore_eos),
             **({"stop": list(stop)} if stop else {}),
-            **({"stop_token_ids": [int(t) for t in stop_token_ids]} if len(stop_token_ids) else {}),
+            **({"stop_token_ids": [*stops]} if stops else {}),
             **{
                 name: value
                 for name, value, neutral in (

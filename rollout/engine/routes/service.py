@@ -134,7 +134,7 @@ class Service:
         self._same_model(config, path, but=("source", "rest", "prefix", "score_head"))
 
     def _same_model(self, config, path: str, but: Sequence[str] = ("source", "rest")) -> None:
-        ours, theirs = map(_compared, (self.engine.config, config))
+        ours, theirs = map(_compared, (self.engine.config, hf.with_ends(config, self.tokenizer)))
         if other := [name for name in ours if name not in but and ours[name] != theirs.get(name)]:
             shown = ", ".join(f"{name} {fields.shown(theirs.get(name))} instead of {ours[name]!r}" for name in other)
             raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
