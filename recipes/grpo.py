@@ -251,7 +251,7 @@ async def train(
     prompts, heldout = data
     if cursor is not None:
         sources.check_same(prompts, cursor["data"])
-    identity = sources.identity(prompts)
+    identity, ends = sources.identity(prompts), hf.with_ends(trainer.policy.settings, tokens).eos
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
 
@@ -269,7 +269,7 @@ async def train(
                 handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
                 image_token=processor.token if processor else None,
-                ends=hf.with_ends(trainer.policy.settings, tokens).eos,
+                ends=ends,
                 environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
             )
         )  # fmt: skip
@@ -302,6 +302,7 @@ async def train(
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
             with log.terminal.step(), traced(trainer.version + 1):
                 report = train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
+            report["unstopped"] = describe.unstopped([s for group in groups for s in group], ends)
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 
         def save(v: int, position) -> None:

@@ -116,8 +116,8 @@ CONDITIONS = (
     ),
     Condition(
         "unstopped", (_unhealthy("unstopped"),), "completions go on behind the token that ends a turn",
-        "servers do not stop there: their model's generation_config.json should name it in eos_token_id; or the workflow "
-        "asks for ignore_eos",
+        "servers do not stop there: their model's generation_config.json should name it in eos_token_id; or the "
+        "workflow asks for ignore_eos",
     ),
     Condition(
         "never_ends", (("truncated", "is", 1),), "no completion ended before the length limit",

@@ -131,8 +131,8 @@ def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
 
 
 def say_added_ends(model: str, config, tokens) -> None:
-    """Says at which tokens completions end too, because the chat template ends turns with them, though the model's files
-    do not name them, as those of base models."""
+    """Says which tokens end completions too, because the tokenizer's chat template ends turns with them, though the
+    model's files do not name them, as those of base models."""
     added = hf.with_ends(config, tokens).eos[len(config.eos) :]
     if added and jax.process_index() == 0:
         names = ", ".join(map(tokens.convert_ids_to_tokens, added))

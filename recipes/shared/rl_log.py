@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from areax.adapters import tokenizer
 from areax.adapters.report import chrome_trace
 from areax.adapters.runtime import compile_time
 from areax.adapters.tracking import progress, run_dir, sinks
@@ -40,7 +39,6 @@ class Log:
         self.offload_s: float | None = None
         self.terminal = terminal.Terminal("grpo")
         self._run, self._tick, self._tokens, self._saving = run, tick, tokens, saving
-        self._ends = tokenizer.stop_ids(tokens)
 
     @contextlib.contextmanager
     def watching(self, fleet: Fleet, rollout: Executor, pool: rewards.Pool) -> Iterator[None]:
@@ -63,7 +61,6 @@ class Log:
         """Logs the update that made version v; the `on_step` of `loop.run`."""
         groups = report.pop("groups")
         report |= self._figures.step(seconds) | {"tokens_per_second": report["tokens"] / seconds["step_s"]}
-        report["unstopped"] = describe.unstopped([s for group in groups for s in group], self._ends)
         report |= self._rollout.lengths() | {"limit": min(self._fleet.room(server) for server in self._fleet.servers)}
         if self.offload_s is not None:
             report["rest_s"] = self.offload_s
