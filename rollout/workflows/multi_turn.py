@@ -18,6 +18,7 @@ from ..chat import images, parsers, template
 from ..chat.session import Session
 from ..chat.template import conversation
 from ..chat.trajectory import Interaction
+from ..rewards import judge
 from ..types import Generate, Sample, Sampling
 from . import tools as toolbox
 
@@ -30,6 +31,7 @@ VERDICT = (
     "Question:\n{question}\n\nAnswer:\n{answer}\n\nHow good is the answer, from 0 (wrong) to 10 (perfect)? "
     "Say why in a sentence, then write the number alone on the last line."
 )
+VERDICT_NUMBER = re.compile(judge.LAST)
 
 
 async def multi_turn(
@@ -168,16 +170,17 @@ async def judged(
 
     Args:
       question: the judge's prompt, a template with {question} and {answer}.
-      best: the number that maps to a reward of 1; a verdict that does not end in a number is unscorable.
+      best: the number that maps to a reward of 1; a verdict that does not end in a number, as "8", "8/10"
+        or "8 out of 10", is unscorable.
     """
     session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
     answer = (await session.ask(messages)).answer.content
     put = question.format(question=images.words(messages[-1]["content"]), answer=answer)
-    judge = Session(generate, tokenizer, processor, sampling=sampling)
+    critic = Session(generate, tokenizer, processor, sampling=sampling)
     shown = [*images.found(messages), {"type": "text", "text": put}] if images.within(messages) else put
-    verdict = (await judge.ask([{"role": "user", "content": shown}])).answer
-    found = re.search(r"(-?\d+(?:\.\d+)?)\W*$", verdict.content)
-    session.set_reward(min(max(float(found[1]) / best, 0.0), 1.0) if found else None)
+    verdict = (await critic.ask([{"role": "user", "content": shown}])).answer
+    value = judge.grade(verdict.content, VERDICT_NUMBER, best)
+    session.set_reward(None if value is None else min(max(value, 0.0), 1.0))
     return session.samples(row=row, verdict=verdict.content)
 
 
