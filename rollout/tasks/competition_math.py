@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from ..rewards import equality, numbers
+from ..rewards.answers import said
 
 PROMPT = "{problem}\nReason step by step, and put the final answer into \\boxed{{}}."
+_BOX = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
+# A brace, with the box that it belongs to; a box without a brace; what is skipped, such as \{.
+TOKEN = re.compile(rf"(?P<box>{_BOX})?(?P<open>\{{)|{_BOX}(?P<bare>[^\s${{][^\s$]*)|\\.|\}}", re.DOTALL)
+PERCENT = re.compile(r"[^\S\n]*\$?[^\S\n]*(?:\\?%|percent|pct)")  # behind a box
 SECONDS = 3  # each for parsing and for comparing an answer
 
 
@@ -35,35 +45,84 @@ def row(record: dict) -> dict:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} or \\fbox{...} in a text; without a brace, up to the next space."""
-    places = list(re.finditer(r"\\(boxed|fbox)(?![a-zA-Z])", text))
-    if not places:
-        return None
-    rest = text[places[-1].end() :].lstrip()
-    if not rest.startswith("{"):
-        return re.split(r"[\s$]", rest)[0]
-    depth = 0
-    for bracket in re.finditer(r"\\.|[{}]", rest):  # \{ and \} are skipped
-        depth += (bracket[0] == "{") - (bracket[0] == "}")
-        if depth == 0:
-            return rest[1 : bracket.start()].strip()
-    return None
+    """The content of the last of the `boxes` of a text; None if there is none."""
+    found = boxes(text)
+    return found[-1] if found else None
+
+
+def boxes(text: str) -> list[str]:
+    """The contents of all \\boxed{...} and \\fbox{...} in a text, of nested ones the inner; without a brace, up to the
+    next space. A percent sign behind a box is part of its content."""
+    found: list[tuple[int, str]] = []  # place, content
+    opened: list[int] = []  # places of contents of boxes, and -1 for other braces
+    for token in TOKEN.finditer(text):
+        start, end = token.span()
+        if token["bare"]:
+            found.append((start, token["bare"]))
+        elif token["open"]:
+            opened.append(end if token["box"] else -1)
+        elif token[0] == "}" and opened:
+            place = opened.pop()
+            if place >= 0 and (not found or found[-1][0] < place):
+                found.append((place, text[place:start].strip() + (r"\%" if PERCENT.match(text, end) else "")))
+    return [content for _, content in found]
 
 
 def reward(text: str, row: dict) -> float:
-    """1.0 if the final answer in `text` is equivalent to `row["answer"]` according to math-verify, else 0.0.
+    """1.0 if the final answer in `text` is equivalent to `row["answer"]`, else 0.0.
 
-    The final answer is the \\boxed{...} one, else what the text calls its answer, else its last expression; several
-    boxes count as a set of answers, so guessing twice does not pay. An answer that takes longer than `SECONDS` to parse
-    or compare counts as wrong. The timeout uses an alarm signal, which works only in the main thread, where workers of
-    a reward pool run their rewards; in other threads only the caller's timeout applies.
+    The final answer is the \\boxed{...} one, else what the text calls its answer, else its last expression. Boxes with
+    different values, wherever they are, count as a set of answers, so guessing twice does not pay. Thoughts do not
+    count (`rewards.answers.said`).
+
+    Rational numbers are compared exactly, in the notations of `rewards.numbers`; how, and what else is equal, says
+    `rewards.equality.equal`.
+
+    An answer that takes longer than `SECONDS` to parse or compare counts as wrong. The timeout uses an alarm signal,
+    which works only in the main thread, where workers of a reward pool run their rewards; in other threads only the
+    caller's timeout applies.
     """
-    from math_verify import parse, verify
-
     gold = str(row["answer"])
-    alarm = threading.current_thread() is threading.main_thread()
-    seconds = SECONDS if alarm else None
-    wanted = parse(gold if "\\boxed{" in gold else f"\\boxed{{{gold}}}", parsing_timeout=seconds)
+    wanted = _answer(gold if boxes(gold) else f"\\boxed{{{gold}}}")
     if not wanted:
         raise ValueError(f"competition_math: the answer of a row cannot be parsed, got {gold!r}")
-    return float(verify(wanted, parse(text, parsing_timeout=seconds), timeout_seconds=seconds))
+    return float(_equal(wanted, _answer(said(text))))
+
+
+def _answer(text: str) -> list[Any]:
+    """The final answer of a text, as math-verify's `parse` returns it: [an expression, its text], or less."""
+    from latex2sympy2_extended.sets import FiniteSet
+    from math_verify import parse
+
+    if not (contents := boxes(text)):
+        return parse(numbers.as_latex(text), parsing_timeout=_seconds())
+    found: list[list[Any]] = []
+    for answer in map(_boxed_answer, dict.fromkeys(contents)):
+        if answer and not any(_equal(other, answer) for other in found):
+            found.append(answer)
+    if len(found) < 2:
+        return found[0] if found else []
+    values = [part for answer in found for part in (answer[0].args if isinstance(answer[0], FiniteSet) else answer[:1])]
+    return [", ".join(map(str, values)) if any(isinstance(part, str) for part in values) else FiniteSet(*values)]
+
+
+def _boxed_answer(content: str) -> list[Any]:
+    """`_answer` of the content of a box."""
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import convert_to_pct
+    from math_verify import parse
+
+    if number := numbers.read(content):
+        size, percent = number
+        decimal = isinstance(size, Decimal) and "." in str(size)
+        value = sympy.Float(str(size)) if decimal else sympy.Rational(*size.as_integer_ratio())
+        return [convert_to_pct(value) if percent else value, content]
+    return parse(f"\\boxed{{{numbers.as_latex(content)}}}", parsing_timeout=_seconds())
+
+
+def _equal(gold: Sequence[Any], given: Sequence[Any]) -> bool:
+    return any(equality.equal(a, b, _seconds()) for a in gold for b in given)
+
+
+def _seconds() -> int | None:
+    return SECONDS if threading.current_thread() is threading.main_thread() else None

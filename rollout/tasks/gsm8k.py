@@ -11,29 +11,14 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+
+from ..rewards import numbers
+from ..rewards.answers import said
 
 PROMPT = "{question}\nReason step by step, then write #### and the final answer as a number."
 
-# A number as people write it: -$1,234.50, 1'234, 3/4, 7.2e1; but not the 2 in m2, nor the minus in 5-3 or of a bullet.
-_DIGITS = r"(?:[0-9]{1,3}(?:[,'_\u2019\u00a0\u2009\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-NUMBER = re.compile(
-    r"(?<![A-Za-z0-9_])(?<![0-9]\.)"
-    r"(?P<sign>(?<![\w)\]])[-\u2212\u2013])?(?:[$\u20ac\u00a3\u00a5]\s?)?"
-    rf"(?P<digits>{_DIGITS})(?P<power>[eE][-+]?[0-9]{{1,3}}(?![A-Za-z0-9]))?(?:/(?P<under>{_DIGITS}))?"
-)
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # the calculator's trace, 16-3=<<16-3=13>>13
-REWRITE: list[tuple[re.Pattern[str], Any]] = [  # LaTeX and other notations to plain text
-    (re.compile(r"\\[,!]|\{,\}"), lambda m: "," if m[0] == "{,}" else ""),  # thin spaces: 1\,234
-    (re.compile(r"\\[;: ]"), " "),
-    (re.compile(r"\\[dt]?frac(?:\{([0-9.,]+)\}\{([0-9.,]+)\}|([0-9])([0-9]))"), lambda m: _over(*m.groups())),
-    (re.compile(r"\s?(?:\\times|\\cdot|[x*\u00d7])\s?10\^\{?([-+]?[0-9]{1,3})\}?"), r"e\1"),  # 7.2 x 10^1
-    (re.compile(r"(?<![\w.])10\^\{?([-+]?[0-9]{1,3})\}?"), r"1e\1"),
-    (re.compile(r"(?<=[A-Za-z})])\^\{?[0-9]+\}?"), ""),  # the exponent of a unit: cm^2
-]
 SENTENCE = re.compile(r"[.!?;](?=\s)")
-SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?: [0-9]{3})+(?![\w])")  # 1 234
-LONGEST = 100  # most characters of a fraction
 
 
 def row(record: dict) -> dict:
@@ -87,9 +72,9 @@ def reward(text: str, row: dict) -> float:
     last side with a number. It may contain one number besides words and units: two different numbers are not an
     answer, and nothing is calculated.
 
-    Numbers are written in digits, in English notation: 1,234.50, also 1 234, 1'234, -$5, 40% (which is 40), 3/4,
-    \\frac{3}{4}, 7.2e1, 7.2 \\times 10^1. Values are compared exactly: 72.0 is 72 and 144/2 is 72, 71.999 is not.
-    The row's `answer` may also be a full solution that ends in #### and the number.
+    Numbers are written in digits, as `rewards.numbers` reads them; 40% is 40, and 18th is no number. Values are
+    compared exactly: 72.0 is 72 and 144/2 is 72, 71.999 is not. Thoughts do not count (`rewards.answers.said`). The
+    row's `answer` may also be a full solution that ends in #### and the number.
     """
     gold = number(str(row["answer"]).rsplit("####", 1)[-1])
     if gold is None:
@@ -99,47 +84,25 @@ def reward(text: str, row: dict) -> float:
 
 def final(text: str) -> Decimal | Fraction | None:
     """The final answer in a completion (see `reward`); None if there is none."""
+    text = said(text)
     hashes, box = text.rfind("####"), text.rfind("\\boxed{")
     if hashes > box:
         return number(text[hashes + len("####") :].strip().partition("\n")[0])
     if box >= 0:
         return number(_braced(text[box + len("\\boxed") :]))
-    numbers = list(NUMBER.finditer(_plain(text)))
-    return _value(numbers[-1]) if numbers else None
+    found = list(numbers.NUMBER.finditer(numbers.plain(text)))
+    return numbers.value(found[-1]) if found else None
 
 
 def number(text: str) -> Decimal | Fraction | None:
     """The value of a short answer: "$1,080.00", "x = -3", "72 eggs", "40%"; None unless there is exactly one."""
-    sentences = [part for part in SENTENCE.split(_plain(text)) if NUMBER.search(part)]
+    sentences = [part for part in SENTENCE.split(numbers.plain(text)) if numbers.NUMBER.search(part)]
     if not sentences:
         return None
-    side = [part for part in sentences[0].split("=") if NUMBER.search(part)][-1]
-    side = re.sub(r"^\s*[-\u2212\u2013]\s+", "-", SPACED.sub(lambda m: m[0].replace(" ", ""), side))
-    values = {_value(match) for match in NUMBER.finditer(side)}
+    side = [part for part in sentences[0].split("=") if numbers.NUMBER.search(part)][-1]
+    side = re.sub(rf"^\s*[{numbers.MINUS}]\s+", "-", numbers.SPACED.sub(lambda m: m[0].replace(" ", ""), side))
+    values = {numbers.value(match) for match in numbers.NUMBER.finditer(side)}
     return values.pop() if len(values) == 1 else None
-
-
-def _plain(text):
-    for pattern, by in REWRITE:
-        text = pattern.sub(by, text)
-    return text
-
-
-def _over(a, b, digit, other):
-    return f"{a}/{b}" if a else f"{digit}/{other}"
-
-
-def _value(match):
-    """The value of a NUMBER; None for a division by zero or a fraction of more than LONGEST characters."""
-    value = Decimal(("-" if match["sign"] else "") + _bare(match["digits"]) + (match["power"] or ""))
-    if not match["under"]:
-        return value
-    under = Decimal(_bare(match["under"]))
-    return Fraction(value) / Fraction(under) if under and len(match[0]) <= LONGEST else None
-
-
-def _bare(digits):
-    return re.sub("[^0-9.]", "", digits)
 
 
 def _braced(text):
