@@ -31,7 +31,8 @@ _POWER = rf"10(?:\s*\^\s*\{{?\s*([-+{MINUS}]?[0-9]{{1,3}})\s*\}}?|([{''.join(_RA
 _GAP = r"(?:(?<!\s)\s+)?"
 VULGAR = re.compile(_GAP + r"([\u00bc-\u00be\u2150-\u215e])")
 _MIXED = re.compile(
-    rf"(?<![\w.,^/)}}\]])({_WHOLE})[ \t\u00a0\u2009\u202f]+([0-9]{{1,20}})\s?/\s?([0-9]{{1,20}})(?![\w/!]|\s*\^|[.,][0-9])"
+    rf"(?<![\w.,^/)}}\]])({_WHOLE})[ \t\u00a0\u2009\u202f]+([0-9]{{1,20}})\s?/\s?([0-9]{{1,20}})"
+    r"(?![\w/!]|\s*\^|[.,][0-9])"
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,3}(?!\w|\s*\^|\.[0-9])")
 REWRITE: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [  # LaTeX and other notations to plain text
