@@ -114,7 +114,8 @@ def _environ(step: Step, device: Device, folder: str) -> dict[str, str]:
         if device.platform == "gpu":  # tests need not be fast: XLA would try many forms of each product
             environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
             if importlib.util.find_spec("xdist"):  # most of the time is compilation; the processes share the memory
-                environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} -n {min(8, os.cpu_count() or 1)}"
+                several = f"-n {min(8, os.cpu_count() or 1)} -p no:benchmark"  # pytest-benchmark warns of several
+                environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} {several}"
                 environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if step.settings.get("system") == "transformers":
         environ["JAX_PLATFORMS"] = "cpu"  # for the plan: JAX must not allocate device memory

@@ -81,8 +81,8 @@ FULL = Sizes(
     },
     trie=dict(shape=DENSE, samples=16, prompt=2048, completion=256, remat="dots"),
     offload=dict(shape="Qwen3-8B", dtype="bfloat16", length=4096, rows=2, microbatches=4, steps=2),
-    rows={65536: 120, 131072: 150, 163840: 180, 196608: 240, 229376: 300, 262144: 360, 393216: 480},
-    limits_s=dict(smoke=300, train=180, trie=180, decode=180, grpo=420, offload=300),
+    rows={65536: 100, 131072: 150, 163840: 180, 196608: 240, 229376: 300, 262144: 360, 393216: 480},
+    limits_s=dict(smoke=240, train=120, trie=120, decode=120, grpo=420, offload=300),
 )  # fmt: skip
 TINY = Sizes(
     shape="tiny", dtype="float32", lengths=(64,),  # XLA's CPU backend lacks some bf16 matmuls
