@@ -231,3 +231,60 @@ def test_values_of_qwen3_coder_in_one_line():
 )
 def test_the_style_of_a_chat_template(written, style):
     assert parsers.style_of(written) == style
+
+
+# -- calls that are cut, and a single one -----------------------------------------------------------
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {"b": {"type": "number"}}}}}
+    for name in ("add", "look")
+]
+GIVEN = [("add", {"a": "x; y", "b": 2.5}), ("look", {"a": "</p>"})]
+WRITTEN = [*RENDERED, ("qwen3_coder", coder)]
+
+
+@pytest.mark.parametrize("style, render", WRITTEN)
+@pytest.mark.parametrize("content", ["", "So."])
+def test_a_cut_call_is_the_beginning_of_a_call(style, render, content):
+    text = render(content, GIVEN)
+    for end in range(len(text)):
+        answer = parse(text[:end], style, tools=TOOLS, cut=True)
+        begun = [word for word in ("<to", "</t", "<|p", "<｜t", "{", "add", "look") if word in answer.content]
+        assert not begun and answer.content.rstrip("<｜|t\n") in content, (text[:end], answer)
+        for call, (name, arguments) in zip(answer.tool_calls, GIVEN, strict=False):
+            whole = json.dumps(arguments)
+            assert call.name == name and (whole.startswith(call.arguments) if call.cut else call.arguments == whole)
+        assert all(not call.cut for call in answer.tool_calls[:-1])
+        assert [piece for piece in answer.pieces if isinstance(piece, ToolCall)] == [*answer.tool_calls]
+    assert len(answer.tool_calls) == 2  # all but a character
+
+
+@pytest.mark.parametrize("style", parsers.STYLES)
+@pytest.mark.parametrize("text", ["a < b", "a <t", "<table", '{"title": "x', "[1, {", "<tool_call>s are fine"])
+def test_what_is_cut_and_no_call_stays_content(style, text):
+    assert parse(text, style, tools=TOOLS, cut=True) == Answer(text)
+
+
+@pytest.mark.parametrize("text", ["<thi", "  <think", "<think>", "<think>\n"])
+def test_a_cut_marker_of_reasoning_is_no_content(text):
+    assert parse(text, "qwen", cut=True) == Answer("")
+    assert parse("<think>Hm.</thin", "qwen", cut=True) == Answer("", reasoning="Hm.")
+
+
+@pytest.mark.parametrize("style, render", WRITTEN)
+@pytest.mark.parametrize("content", ["", "So."])
+def test_one_call_ends_the_text_as_soon_as_it_is_complete(style, render, content):
+    text = render(content, GIVEN) + (" More." if style != "llama" else "")
+    parser, pieces, read = Parser(style, tools=TOOLS, one_call=True), [], ""
+    for character in text:
+        pieces += parser.push(character)
+        read += "" if any(isinstance(piece, ToolCall) for piece in pieces) else character
+    answer = parsers.collect(pieces + parser.finish())
+    assert (answer.content, names(answer)) == (content, GIVEN[:1])
+    assert render(content, GIVEN[:1]).startswith(read) and "look" not in read
+    assert answer == parse(text, style, tools=TOOLS, one_call=True) or answer.tool_calls[0].name == "add"
+
+
+def test_one_call_may_be_none_or_malformed():
+    for text in ("Hello.", "<tool_call>\n{}\n</tool_call> and more"):
+        assert parse(text, "qwen", one_call=True) == parse(text, "qwen") == Answer(text)

@@ -1,6 +1,7 @@
 """Conversations are token-exact: training uses exactly the tokens that the engine sampled, each of them once."""
 
 import asyncio
+import functools
 import json
 import math
 import random
@@ -40,7 +41,11 @@ END = TOKENS["plain"].eos_token_id
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def parse(text, opened=False):
+def plain(text, cut):
+    return Answer(text)
+
+
+def parse(text, cut=False, opened=False):
     """Parses reasoning, content and calls in the format of the templates above."""
     reasoning, _, rest = text.partition("</think>") if opened or text.startswith("<think>") else ("", "", text)
     reasoning = reasoning.removeprefix("<think>")
@@ -184,13 +189,13 @@ def test_reasoning_dropped_by_the_template_is_not_kept_in_the_context(name, exte
     engine = Engine(tokens)
     session = Session(engine, tokens)
     opened = name == "opened"
-    plain = Answer if name == "plain" else lambda text: parse(text, opened)
+    read = plain if name == "plain" else functools.partial(parse, opened=opened)
 
     async def episode():
         for _ in range(2):
             engine.say(("" if opened else "<think>") + "hm</think>yes")
             talk = [user("q")] + [m for x in session.interactions for m in (x.answer.message(), user("?"))]
-            await session.ask(talk, parse=plain)
+            await session.ask(talk, parse=read)
 
     asyncio.run(episode())
     check(session, engine)
@@ -222,7 +227,7 @@ def test_random_trees_of_conversations(steps, name, seed):
     engine = Engine(tokens, seed)
     session = Session(engine, tokens)
     opened = name == "opened"
-    read = Answer if name == "plain" else lambda text: parse(text, opened)
+    read = plain if name == "plain" else functools.partial(parse, opened=opened)
 
     async def episode():
         talks = []
@@ -423,7 +428,7 @@ def test_tool_calls_reserialised_by_an_sdk_are_recognised(spelt, content):
         calls = [{**call, "function": {"name": "add", "arguments": spelt}} for call in message["tool_calls"]]
         return {**message, "content": content, "tool_calls": calls}
 
-    reader = lambda text: replace(answer := parse(text), tool_calls=tuple(
+    reader = lambda text, cut: replace(answer := parse(text), tool_calls=tuple(
         replace(call, arguments=json.dumps({"a": 2, "b": "é"})) for call in answer.tool_calls))  # fmt: skip
     session = talk(
         TOKENS["thinking"], "well" + CALL % "{}", "well" + CALL % "{}", then=[{"role": "tool", "content": "5"}],
@@ -472,7 +477,7 @@ def test_a_turn_has_one_end_token(end, closing, rest):
 
 
 def test_an_unscorable_episode_is_unscorable_in_every_row():
-    session = talk(TOKENS["plain"], "one", "two", then=[user("?")], reader=Answer)
+    session = talk(TOKENS["plain"], "one", "two", then=[user("?")], reader=plain)
     session.set_reward(None)
     assert all(math.isnan(row.reward) for row in session.samples(style="interactions"))
     session.set_reward(2.0)

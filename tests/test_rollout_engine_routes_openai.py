@@ -27,11 +27,16 @@ SUM = ["<go on>", "It is ", "3.5", "."]
 THINK = ["#think", "<think>", "\nHm.\n", "</think>", "\n\nYes"]
 EURO = ["#euro", "1 ", "€ ".encode(), "or "]
 STOP = ["#stop", "a", "b1", "b2", "c"]
+TWICE = [
+    "#twice", "Twice. ", "<tool_call>\n", '{"name": "add", "arguments": {"a": 3, ', '"b": 4}}', "\n</tool_call>\n",
+    "<tool_call>\n ", '{"name": "add", ', '"arguments": {"a": 5, ', '"b": 6}}', "\n</tool_call>", " Both.",
+]  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 FUNCTION = {"name": "add", "description": "Adds two numbers.", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 CLAUDE_TOOLS = [{"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}]
 OFF = ["<off>", "no thought"]
+NO = {"enable_thinking": False}
 
 
 def say(word):
@@ -41,7 +46,7 @@ def say(word):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     template = parrot.TEMPLATE + "{#- <think> #}"  # the model may reason
-    path = parrot.model(tmp_path_factory.mktemp("parrot"), CALL, SUM, THINK, EURO, STOP, OFF, template=template)
+    path = parrot.model(tmp_path_factory.mktemp("parrot"), CALL, SUM, TWICE, THINK, EURO, STOP, OFF, template=template)
     with servers.embedded(path, slots=4, context=1024) as remote:
         yield remote
 
@@ -168,10 +173,149 @@ def test_tools_that_have_no_effect_are_refused(tmp_path):
     with servers.embedded(parrot.model(tmp_path / "m", CALL, template="{{ messages[0].content }}")) as server:
         body = {"messages": say("#add")}
         status, answer = server.post("/v1/chat/completions", body | {"tools": TOOLS})
-        assert status == 400 and "start the server with --style" in answer["message"]
+        assert status == 400 and "chat template does not show them" in answer["message"]
         status, answer = server.post("/tokenize", body | {"tools": TOOLS})
         assert status == 400 and "chat template does not show them" in answer["message"]
         assert server.ok("/v1/chat/completions", body)["choices"][0]["message"]["content"] == "".join(CALL[1:])
+
+
+def calls_of(path, answer):
+    """(text, [(name, arguments)], finish) of an answer of any API."""
+    if path == "/v1/chat/completions":
+        (choice,) = answer["choices"]
+        calls = [call["function"] for call in choice["message"].get("tool_calls") or []]
+        return choice["message"]["content"], [(c["name"], c["arguments"]) for c in calls], choice["finish_reason"]
+    if path == "/v1/messages":
+        texts = [block["text"] for block in answer["content"] if block["type"] == "text"]
+        calls = [(b["name"], b["input"]) for b in answer["content"] if b["type"] == "tool_use"]
+        return "".join(texts), calls, answer["stop_reason"]
+    texts = [item["content"][0]["text"] for item in answer["output"] if item["type"] == "message"]
+    calls = [(item["name"], item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+    return "".join(texts), calls, answer["status"]
+
+
+def asked(path, word="#twice", **more):
+    """A request with the tool; `more` in the fields of each API."""
+    budget = {"max_tokens": more.pop("budget", 40)}
+    if path == "/v1/messages":
+        return {"messages": say(word), "tools": CLAUDE_TOOLS, "temperature": 0, **budget, **more}
+    if path == "/v1/chat/completions":
+        return {"messages": say(word), "tools": TOOLS, "temperature": 0, **budget, **more}
+    budget = {"max_output_tokens": budget["max_tokens"]}
+    return {"input": word, "tools": [{"type": "function", **FUNCTION}], "temperature": 0, **budget, **more}
+
+
+def streamed(server, path, body):
+    status, answer = server.ask("POST", path, json.dumps({**body, "stream": True}).encode())
+    assert status == 200
+    return answer if isinstance(answer, str) else answer.decode()
+
+
+CONVERSATIONS = ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+SINGLE = {"parallel_tool_calls": False}, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_an_answer_with_one_call_ends_behind_it(server, path):
+    tokens = lambda answer: answer["usage"].get("completion_tokens") or answer["usage"]["output_tokens"]
+    both = server.ok(path, asked(path))
+    assert len(calls_of(path, both)[1]) == 2 and tokens(both) == len(TWICE)
+    one = server.ok(path, asked(path, **SINGLE[path == "/v1/messages"]))
+    text, [(name, arguments)], finish = calls_of(path, one)
+    loaded = arguments if isinstance(arguments, dict) else json.loads(arguments)
+    assert (text, name, loaded) == ("Twice.", "add", {"a": 3, "b": 4}) and tokens(one) == 5
+    assert finish in ("tool_calls", "tool_use", "completed")
+    events = streamed(server, path, asked(path, **SINGLE[path == "/v1/messages"]))
+    assert '"a\\": 3' in events and '"a\\": 5' not in events and "Both" not in events
+    wait(lambda: server.ok("/server_info")["internal_states"][0]["running"] == 0)
+
+
+def test_several_answers_with_one_call_each(server):
+    body = asked("/v1/chat/completions", n=3, logprobs=True, return_meta_info=True, **SINGLE[0])
+    for choice in server.ok("/v1/chat/completions", body)["choices"]:
+        assert len(choice["message"]["tool_calls"]) == 1 and len(choice["logprobs"]["content"]) == 5
+        assert choice["meta_info"]["completion_tokens"] == choice["meta_info"]["weight_versions"][0]["end"] == 5
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+@pytest.mark.parametrize(
+    "budget, calls", [(2, []), (3, ['{"a": 3, ']), (4, ['{"a": 3, "b": 4}']), (7, [..., ""]), (8, [..., '{"a": 5, '])]
+)
+def test_a_call_that_is_cut(server, path, budget, calls):
+    answer = server.ok(path, asked(path, budget=budget))
+    text, found, finish = calls_of(path, answer)
+    assert text == "Twice." and finish in ("length", "incomplete", "max_tokens")
+    got = [arguments for _, arguments in found]
+    if path == "/v1/messages":  # inputs are objects: of those that are cut, what is complete
+        objects = {"": {}, '{"a": 5, ': {"a": 5}, '{"a": 3, ': {"a": 3}}
+        assert got == [objects.get(call, {"a": 3, "b": 4}) for call in calls]
+    else:
+        assert got == ['{"a": 3, "b": 4}' if call is ... else call for call in calls]
+    if path == "/v1/responses":
+        kinds = [(item["type"], item["status"]) for item in answer["output"]]
+        cut = [("function_call", "completed" if call is ... or call[-1:] == "}" else "incomplete") for call in calls]
+        assert kinds == [("message", "completed" if calls else "incomplete"), *cut]
+        events = streamed(server, path, asked(path, budget=budget))
+        last = json.loads(events.strip().rpartition("data: ")[2])["response"]
+        plain = lambda items: [{k: v for k, v in item.items() if "id" not in k} for item in items]
+        assert plain(last["output"]) == plain(answer["output"]) and last["status"] == "incomplete"
+
+
+def test_a_call_that_is_cut_may_be_sent_back(server):
+    answer = server.ok("/v1/responses", asked("/v1/responses", budget=3))
+    items = [{"type": "item_reference", "id": item["id"]} for item in answer["output"]]
+    result = {"type": "function_call_output", "call_id": answer["output"][1]["call_id"], "output": "not JSON"}
+    again = asked("/v1/responses") | {"input": [*say("#twice"), *items, result]}
+    assert server.ok("/v1/responses", again)["output"][0]["content"][0]["text"] == "It is 3.5."
+
+
+def test_a_text_that_is_cut_is_incomplete(server):
+    answer = server.ok("/v1/responses", {"input": "#stop", "max_output_tokens": 2, "temperature": 0})
+    (item,) = answer["output"]
+    assert item["status"] == answer["status"] == "incomplete" and item["content"][0]["text"] == "ab1"
+
+
+def test_a_forced_call_that_is_cut_has_no_markup(server):
+    for budget in (1, 2, 5, 25, 26, 40):
+        body = asked("/v1/chat/completions", "#forced", budget=budget, tool_choice="required", chat_template_kwargs=NO)
+        text, calls, _ = calls_of("/v1/chat/completions", server.ok("/v1/chat/completions", body))
+        assert text == "" and all(name == "add" for name, _ in calls)
+
+
+def test_second_turns_refer_to_items(client):
+    flat = [{"type": "function", **FUNCTION}]
+    first = client.responses.create(model="m", input="#add", tools=flat, temperature=0)
+    message, call = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3.5"}
+    reference = lambda item: {"type": "item_reference", "id": item.id}
+    whole = [*say("#add"), message.model_dump(), call.model_dump(), result]
+    ways = [
+        {"input": whole, "store": False},
+        {"input": [*say("#add"), reference(message), call.model_dump(), result]},
+        {"input": [*say("#add"), reference(message), reference(call), result]},
+        {"input": [result], "previous_response_id": first.id},
+    ]
+    done = [client.responses.create(model="m", tools=flat, temperature=0, **way) for way in ways]
+    assert {(x.output_text, x.usage.input_tokens) for x in done} == {("It is 3.5.", done[0].usage.input_tokens)}
+    assert [x.store for x in done] == [False, True, True, True] and done[3].previous_response_id == first.id
+    third = client.responses.create(model="m", input="#stop", previous_response_id=done[3].id, temperature=0)
+    assert third.output_text == "ab1b2c"
+    for gone, name in (
+        ({"input": [reference(done[0].output[0])]}, "input"),
+        ({"input": "x", "previous_response_id": done[0].id}, "previous_response_id"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="is kept.* store: false") as refused:
+            client.responses.create(model="m", **gone)
+        assert refused.value.param == name
+
+
+def test_a_streamed_response_is_kept(client):
+    with client.responses.stream(model="m", input="#think", temperature=0) as events:
+        final = events.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    references = [{"type": "item_reference", "id": item.id} for item in final.output]
+    again = client.responses.create(model="m", input=[*say("x"), *references, *say("#stop")], temperature=0)
+    assert again.output_text == "ab1b2c"
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -204,6 +348,16 @@ def test_each_token_is_a_chunk_of_a_completion(server, client):
         whole = client.completions.create(**body).choices[i].logprobs
         assert [row.tokens[0] for row in rows] == whole.tokens == [*STOP[1:], "<|im_end|>"]
         assert [row.text_offset[0] for row in rows] == whole.text_offset == [0, 1, 3, 5, 6]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_text_offsets_count_characters(server, client, echo):
+    body = {"model": "m", "prompt": "é#euro", "logprobs": 0, "temperature": 0, "echo": echo, "max_tokens": 20}
+    whole = client.completions.create(**body).choices[0]
+    places = ([0, 0, 1] if echo else []) + [6 * echo + at for at in (0, 2, 2, 2, 3, 4, 7)]
+    assert whole.logprobs.text_offset == places and whole.text == "é#euro" * echo + "1 € or "
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**body, stream=True)]
+    assert [at for rows in chunks for at in (rows.text_offset if rows else [])] == places
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -251,7 +405,9 @@ def test_what_only_began_a_stop_string_is_sent(client):
 
 def test_streamed_messages_and_responses(client, claude):
     with claude.messages.stream(model="m", max_tokens=20, messages=say("#think")) as events:
+        [start, *_] = [*events]
         final = events.get_final_message()
+    assert start.message.usage.input_tokens == final.usage.input_tokens > 0
     assert [block.type for block in final.content] == ["thinking", "text"] and final.content[1].text == "Yes"
     assert final.usage.output_tokens == 5
     with client.responses.stream(model="m", input="#stop", temperature=0) as events:
@@ -326,6 +482,69 @@ def test_variables_of_the_chat_template(server, client):
         assert status == 400 and answer["error"]["param"] == "chat_template_kwargs", answer
 
 
+def test_efforts_of_reasoning(server):
+    ask = lambda path, body: calls_of(path, server.ok(path, {"temperature": 0, **body}))[0]
+    thinks, not_ = "Yes", "no thought"
+    for effort, said in ((None, thinks), ("none", not_), ("minimal", not_), ("low", thinks), ("xhigh", thinks)):
+        body = {"messages": say("#think"), "reasoning_effort": effort}
+        assert ask("/v1/chat/completions", body) == said
+        assert ask("/v1/responses", {"input": "#think", "reasoning": {"effort": effort, "summary": "auto"}}) == said
+        tokens = server.ok("/tokenize", body)["tokens"]
+        assert ("<off>" in server.ok("/detokenize", {"tokens": tokens})["text"]) == (said == not_)
+    first = {"messages": say("#think"), "reasoning_effort": "high", "chat_template_kwargs": NO}
+    assert ask("/v1/chat/completions", first) == not_
+
+
+def test_nothing_is_asked_for_by_null(server):
+    """Each optional field, however deep."""
+    function = {"name": "add", "description": None, "parameters": None, "strict": None}
+    format = {"type": "json_schema", "json_schema": {"name": "n", "description": None, "strict": None, "schema": {}}}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": None}}
+    content = [{"type": "text", "text": "#think", "cache_control": None}]
+    chat = {
+        "messages": [
+            {"role": "system", "content": "s", "name": None},
+            {"role": "user", "content": content, "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None,
+             "function_call": None, "reasoning_content": None, "reasoning": None, "annotations": None, "name": None},
+            {"role": "tool", "tool_call_id": "c", "content": None, "name": None},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "stream_options": {"include_usage": None, "include_obfuscation": None}, "response_format": format,
+        "chat_template_kwargs": {"enable_thinking": None},
+    }  # fmt: skip
+    text = {"type": "output_text", "text": "a", "annotations": None, "logprobs": None}
+    responses = {
+        "input": [
+            {"type": None, "role": "user", "content": "#think", "id": None, "status": None},
+            {"type": "reasoning", "id": None, "summary": [], "content": None, "encrypted_content": None},
+            {"type": "message", "role": "assistant", "content": [text], "id": None, "status": None, "phase": None},
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": None, "id": None, "status": None},
+            {"type": "function_call_output", "call_id": "c", "output": "1", "id": None, "status": None},
+        ],
+        "tools": [{"type": "function", **function}],
+        "text": {"format": None, "verbosity": None},
+        "reasoning": {"effort": None, "summary": None, "generate_summary": None},
+    }  # fmt: skip
+    claude = {
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "s", "cache_control": None, "citations": None}],
+        "messages": [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": None}]},
+        ],
+        "tools": [{"name": "add", "description": None, "input_schema": {}, "type": None, "cache_control": None}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": None},
+        "output_config": {"format": None, "effort": None},
+        "thinking": None,
+    }  # fmt: skip
+    for path, body in zip(CONVERSATIONS, (chat, responses, claude), strict=True):
+        others = {name: None for name in TABLES[path] if name not in body}
+        status, answer = server.post(path, {**others, **body})
+        assert status == 200, (path, answer)
+
+
 def test_reasoning_comes_before_a_document(client):
     schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -343,6 +562,8 @@ GOOD = {
     "/v1/messages": {**CHAT, "max_tokens": 3},
     "/v1/messages/count_tokens": CHAT,
 }
+ADDRESS = {"url": "https://example.com/a.png", "detail": "low"}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": ADDRESS}]}
 REFUSED = [  # path, field, value, words of the error
     ("/v1/chat/completions", "response_format", {"type": "xml"}, "its type must be text, json_object or json_schema"),
     ("/v1/chat/completions", "presence_penalty", 2.5, "must be in [-2, 2]"),
@@ -353,7 +574,19 @@ REFUSED = [  # path, field, value, words of the error
     ("/v1/chat/completions", "best_of", 2, "unknown field"),
     ("/v1/chat/completions", "tool_choice", "required", "given tools"),
     ("/v1/chat/completions", "top_logprobs", 2, "needs logprobs"),
-    ("/v1/chat/completions", "reasoning_effort", "low", "chat_template_kwargs"),
+    ("/v1/chat/completions", "reasoning_effort", "lo", "must be one of none, minimal, low"),
+    ("/v1/chat/completions", "verbosity", "low", "has no switch for it"),
+    ("/v1/chat/completions", "max_tokens", 1024, "together longer than the model's context length"),
+    ("/v1/chat/completions", "max_completion_tokens", 1024, "together longer"),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "x" * 1100}], "longer than the model's context"),
+    ("/v1/completions", "max_tokens", 1024, "together longer"),
+    ("/v1/completions", "prompt", [5] * 1100, "longer than the model's context"),
+    ("/v1/responses", "max_output_tokens", 1024, "together longer"),
+    ("/v1/messages", "max_tokens", 1024, "together longer"),
+    ("/v1/messages", "messages", [IMAGE], "this model reads no images"),
+    ("/v1/chat/completions", "messages", [IMAGE], "this model reads no images"),
+    ("/v1/responses", "input", [IMAGE], "this model reads no images"),
+    ("/v1/messages/count_tokens", "messages", [IMAGE], "this model reads no images"),
     ("/v1/chat/completions", "model", ["m"], "must be a string"),
     ("/v1/chat/completions", "seed", 1.5, "must be a whole number"),
     ("/v1/chat/completions", "seed", 2**64, "must be in [-2**63, 2**63)"),
@@ -366,7 +599,7 @@ REFUSED = [  # path, field, value, words of the error
     ("/v1/completions", "top_kk", 5, "did you mean top_k?"),
     ("/v1/completions", "lora_path", "nobody", "not loaded"),
     ("/v1/responses", "model", 3, "must be a string"),
-    ("/v1/responses", "previous_response_id", "r", "nothing is stored"),
+    ("/v1/responses", "previous_response_id", "r", "no such response is kept"),
     ("/v1/responses", "text", {"format": {"type": "json_schema", "schema": {"not": {}}}}, "Unimplemented keys"),
     ("/v1/responses", "instruction", "x", "did you mean instructions?"),
     ("/v1/messages", "model", [], "must be a string"),

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save_file
 
 from areax.adapters import hf, tokenizer
 from areax.models import forward
-from areax.rollout.chat import parsers
 from areax.rollout.chat.api import chat, completions
+from areax.rollout.chat.api.abilities import Abilities
 from areax.rollout.engine import server as module
 from areax.rollout.engine.checkpoint import read_weights
 from areax.rollout.processes import http_process
@@ -308,7 +308,7 @@ def test_openai_routes_have_the_same_rules_as_the_gateway(server, path, body):
         if "prompt" in body:
             completions.read(body, tokenizer.character("0123456789+"))
         else:
-            chat.read(body, parsers.STYLES["qwen"])
+            chat.read(body, Abilities())
     status, answer = server.post(path, body)
     theirs = str(refused.value).replace("from 0 to 31", "from 0 on")  # the vocabulary is checked by the engine
     assert status == 400 and answer["message"] == theirs

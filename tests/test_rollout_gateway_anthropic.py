@@ -72,7 +72,7 @@ def test_streamed_messages():
         tools = [{"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}]
         async with place.anthropic() as client:
             async with client.messages.stream(model="m", max_tokens=50, messages=USER, tools=tools) as stream:
-                kinds = [event.type async for event in stream]
+                events = [event async for event in stream]
                 final = await stream.get_final_message()
         assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
         assert (final.content[0].thinking, final.content[1].text) == ("Hm.", "I add.")
@@ -80,6 +80,8 @@ def test_streamed_messages():
         x = place.session.interactions[0]
         assert (final.id, final.stop_reason) == (x.id, "tool_use")
         assert (final.usage.input_tokens, final.usage.output_tokens) == (len(x.prompt), len(x.completion.tokens))
+        assert events[0].message.usage.input_tokens == len(x.prompt)
+        kinds = [event.type for event in events]
         assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
         assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
 

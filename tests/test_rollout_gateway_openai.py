@@ -90,6 +90,53 @@ def test_chat_with_tools():
     served(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_one_call_ends_behind_it(stream):
+    async def test(place):
+        place.engine.say(f"I add.{CALL}{CALL} And more.", "It is 3.5.")
+        tools = [{"type": "function", "function": FUNCTION}]
+        async with place.openai() as client:
+            ask = {"model": "m", "tools": tools, "parallel_tool_calls": False}
+            if stream:
+                async with client.chat.completions.stream(messages=USER, **ask) as events:
+                    first = await events.get_final_completion()
+            else:
+                first = await client.chat.completions.create(messages=USER, **ask)
+            (choice,) = first.choices
+            [call] = choice.message.tool_calls
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+            x = place.session.interactions[0]
+            assert TOKENS.decode(x.completion.tokens) == x.text == f"I add.{CALL}" and x.completion.finish == "stop"
+            assert len(x.completion.logp) == len(x.completion.version) == len(x.completion.tokens)
+            said = {"role": "assistant", "content": "I add.", "tool_calls": [call.model_dump(exclude={"index"})]}
+            result = {"role": "tool", "tool_call_id": call.id, "content": "3.5"}
+            second = await client.chat.completions.create(messages=[*USER, said, result], **ask)
+            assert second.choices[0].message.content == "It is 3.5." and extends(place)
+            assert place.engine.texts[1].count("<tool_call>") == 1
+
+    served(test)
+
+
+def test_a_call_that_is_cut():
+    async def test(place):
+        text = f"I add.{CALL}"
+        for end, arguments in ((-12, '{"a": 1, "b": 2.5}'), (-17, '{"a": 1, "b": 2'), (-34, "")):
+            place.engine.say(text[:end], text[:end], finish="length")
+            async with place.openai() as client:
+                tools = [{"type": "function", "function": FUNCTION}]
+                (choice,) = (await client.chat.completions.create(model="m", messages=USER, tools=tools)).choices
+                assert (choice.finish_reason, choice.message.content) == ("length", "I add.")
+                assert [call.function.arguments for call in choice.message.tool_calls] == [arguments]
+                async with client.responses.stream(model="m", input="x", tools=[TOOL | {"strict": False}]) as stream:
+                    final = [event async for event in stream][-1].response
+                kinds = [(item.type, item.status) for item in final.output]
+                whole = "completed" if arguments[-1:] == "}" else "incomplete"
+                assert kinds == [("message", "completed"), ("function_call", whole)] and final.status == "incomplete"
+                assert final.output[1].arguments == arguments
+
+    served(test)
+
+
 def test_streamed_chat():
     async def test(place):
         place.engine.say(f"<think>Hm…</think>Hi 😀 you{CALL}")
@@ -154,6 +201,31 @@ def test_responses():
             place.engine.say("cut o", finish="length")
             cut = await client.responses.create(model="m", input="x", text={"format": {"type": "text"}})
             assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    served(test)
+
+
+def test_responses_that_refer_to_earlier_ones():
+    async def test(place):
+        place.engine.say(f"<think>Hm.</think>I add.{CALL}", "It is 3.5.", "It is 3.5.", "Yes.")
+        async with place.openai() as client:
+            ask = {"model": "m", "instructions": "Add.", "tools": [TOOL]}
+            first = await client.responses.create(input="1 + 2.5?", **ask)
+            result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3.5"}
+            items = [{"type": "item_reference", "id": item.id} for item in first.output]
+            user = {"role": "user", "content": "1 + 2.5?"}
+            await client.responses.create(input=[user, *items, result], **ask)
+            second = await client.responses.create(input=[result], previous_response_id=first.id, **ask)
+            third = await client.responses.create(input="Sure?", previous_response_id=second.id, store=False, **ask)
+            assert third.output_text == "Yes." and not third.store
+            assert place.engine.prompts[1] == place.engine.prompts[2]
+            assert [x.parent for x in place.session.interactions] == [None, *place.session.interactions[:1] * 2,
+                                                                      place.session.interactions[2]]  # fmt: skip
+            assert all(x.extends for x in place.session.interactions[1:])
+            status, answer = await place.request(
+                "POST", "/v1/responses", json={"input": "x", "previous_response_id": third.id}
+            )
+            assert status == 400 and answer["error"]["param"] == "previous_response_id"
 
     served(test)
 

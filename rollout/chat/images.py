@@ -18,6 +18,10 @@ from ..types import Image
 
 FIELDS = "images", "image"  # of rows
 MARK = re.compile("(<image>)")  # where an image of the row stands in a text, as verl and LLaVA have it
+UNREAD = (
+    "this model reads no images, got a message with one; leave it out, or take a model with a vision tower and its "
+    "preprocessor_config.json"
+)
 SOURCES = "image", "url", "path", "image_url"
 Message = Mapping[str, Any]
 
@@ -137,10 +141,7 @@ def read(messages: Sequence[Message], processor: Processor | None) -> list[dict[
     """
     if processor is None:
         if within(messages):
-            raise ValueError(
-                "this model reads no images, got a message with one; leave it out, or take a model with a vision tower "
-                "and its preprocessor_config.json"
-            )
+            raise ValueError(UNREAD)
         return [dict(message) for message in messages]
     read = lambda content: [_read(part, processor) for part in content] if isinstance(content, list) else content
     return [{name: read(x) if name == "content" else x for name, x in message.items()} for message in messages]

@@ -1,6 +1,7 @@
 """Parses generated text into reasoning, content and tool calls, at once or streamed, in the formats of five families.
 
-Malformed tool calls stay content: those with invalid or truncated JSON, or not in the family's format.
+Malformed tool calls stay content: those with invalid JSON, or not in the family's format. One that the limit of tokens
+has cut is a call with the beginning of its arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -18,20 +19,22 @@ DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call by the model; `arguments` is the text of a JSON object."""
+    """A tool call by the model; `arguments` is the text of a JSON object, of one that was `cut` only its beginning."""
 
     id: str
     name: str
     arguments: str
+    cut: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A parsed generation."""
+    """A parsed generation; `pieces`, if they are known, in the order in which they were generated."""
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    pieces: tuple[Piece, ...] = field(default=(), compare=False)
 
     def message(self) -> dict[str, Any]:
         """The answer as a message of OpenAI's chat API."""
@@ -52,6 +55,7 @@ class Text:
 
 
 Schemas = Mapping[str, Mapping[str, Any]]  # tool -> JSON schema of its parameters
+Reader = Callable[[str, Schemas], Sequence[tuple[str, dict | str]]]  # as `Style.begun`
 
 
 @dataclass(frozen=True)
@@ -63,24 +67,31 @@ class Style:
         ends them, even inside a JSON string.
       read: parses the text between the markers to (name, arguments) of each call, given the tools' parameters by name;
         ValueError if it is malformed.
+      begun: parses the beginning of such a text to (name, arguments) of each call, the arguments of a cut one as the
+        beginning of their JSON; ValueError if it is not one.
+      each: marker after each call; "" = the end of its JSON.
       bare: a message that begins with `{` is parsed as calls too, if possible.
-      switch: the chat template's variable that turns reasoning on and off.
     """
 
     open: str
     close: str
     read: Callable[[str, Schemas], list[tuple[str, dict]]]
+    begun: Reader
+    each: str
     bare: bool = False
-    switch: str = "enable_thinking"
 
 
 Piece = Text | ToolCall
 
 
-def parse(text: str, style: str, **options: Any) -> Answer:
-    """Parses a complete text; options as for `Parser`."""
-    parser = Parser(style, **options)
-    return collect(parser.push(text) + parser.finish())
+def parse(text: str, style: str, *, cut: bool = False, **options: Any) -> Answer:
+    """Parses a complete text; `cut` as for `Parser.finish`, options as for `Parser`."""
+    return parsed(Parser(style, **options), text, cut)
+
+
+def parsed(parser: Parser, text: str, cut: bool = False) -> Answer:
+    """A complete text as a new parser reads it; `cut` as for `Parser.finish`."""
+    return collect(parser.push(text) + parser.finish(cut))
 
 
 def collect(pieces: Iterable[Piece]) -> Answer:
@@ -88,7 +99,7 @@ def collect(pieces: Iterable[Piece]) -> Answer:
     pieces = list(pieces)
     joined = lambda kind: "".join(p.text for p in pieces if isinstance(p, Text) and p.kind == kind)
     calls = tuple(p for p in pieces if isinstance(p, ToolCall))
-    return Answer(content=joined("content"), reasoning=joined("reasoning"), tool_calls=calls)
+    return Answer(content=joined("content"), reasoning=joined("reasoning"), tool_calls=calls, pieces=tuple(pieces))
 
 
 class Parser:
@@ -102,18 +113,21 @@ class Parser:
       tools: those that the model may call, in OpenAI's format, or True; without any, calls are content.
       reasoning: treat text between <think> and </think> at the beginning as reasoning, without tool calls.
       opened: the prompt already ends with <think>.
+      one_call: a call ends the text: what follows the first one is dropped.
+      forced: the text has no content: it is calls.
       nonce: used in the ids of calls: the same text with the same nonce gives the same ids.
     """
 
     def __init__(
         self, style: str, *, tools: bool | Sequence[Mapping[str, Any]] = True, reasoning: bool = True,
-        opened: bool = False, nonce: str | None = None,
+        opened: bool = False, one_call: bool = False, forced: bool = False, nonce: str | None = None,
     ):  # fmt: skip
         if style not in STYLES:
             raise ValueError(f"style: must be one of {', '.join(STYLES)}, got {style!r}")
         self._style, self._tools = STYLES[style], bool(tools)
         functions = [tool["function"] for tool in tools] if isinstance(tools, Sequence) else []
         self._schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        self._one_call, self._forced = one_call, forced
         self._nonce = secrets.token_hex(8) if nonce is None else nonce
         self._state = "content" if not reasoning else "reasoning" if opened else "start"
         self._buffer = ""  # not yet classified
@@ -127,15 +141,20 @@ class Parser:
         self._buffer += text
         return list(self._advance(final=False))
 
-    def finish(self) -> list[Piece]:
-        """Ends the text; returns the pieces held back."""
-        pieces = list(self._advance(final=True))
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """Ends the text; returns the pieces held back.
+
+        Args:
+          cut: the limit of tokens ended it. A call that it cut is one with the beginning of its arguments; before its
+            name is complete it is nothing.
+        """
+        pieces = list(self._advance(final=True, cut=cut))
         if self._state == "content" and self._gap and not self._calls:
             pieces.append(Text("content", self._gap))
         self._gap = ""
         return pieces
 
-    def _advance(self, final: bool) -> Iterator[Piece]:
+    def _advance(self, final: bool, cut: bool = False) -> Iterator[Piece]:
         before = ""
         while before != self._state:
             before = self._state
@@ -143,10 +162,12 @@ class Parser:
                 begun = self._buffer.lstrip()
                 if begun.startswith(THINK):
                     self._state, self._trim, self._buffer = "reasoning", True, begun[len(THINK) :]
+                elif cut and len(begun) >= DISTINCT and THINK.startswith(begun):
+                    self._buffer = ""
                 elif final or not THINK.startswith(begun):
                     self._state = "content"
             elif before == "reasoning":
-                text, ended = self._until(THOUGHT, final)
+                text, ended = self._until(THOUGHT, final, cut)
                 yield from self._emit("reasoning", text)
                 if ended:
                     self._state, self._trim, self._gap = "content", True, ""
@@ -154,28 +175,49 @@ class Parser:
                 if self._tools and self._style.bare and not self._started and self._buffer.lstrip().startswith("{"):
                     self._state = "bare"
                     continue
-                text, calling = self._until(self._style.open if self._tools else "", final)
+                text, calling = self._until(self._style.open if self._tools else "", final, cut)
                 yield from self._emit("content", text)
                 if calling:
                     self._state = "calls"
-            elif before == "calls":
-                close = self._style.close
+            elif before in ("calls", "bare"):
+                style, bare = self._style, before == "bare"
+                close = "" if bare else style.close
                 inner, found, rest = self._buffer.partition(close) if close else (self._buffer, "", "")
-                if found or final:
-                    self._state, self._buffer = "content", rest
-                    well_formed = bool(found) or not close
-                    yield from self._called(inner if well_formed else None, self._style.open + inner + found)
-            elif before == "bare" and final:
-                raw, self._state, self._buffer = self._buffer, "content", ""
-                yield from self._called(raw, raw)
+                if first := self._first(inner):
+                    inner, found, rest = first, "", ""
+                elif not (found or final):
+                    return
+                well_formed = bool(first or found or not (close or cut))
+                self._state, self._buffer = "content", rest
+                read = style.read if well_formed else style.begun if cut else None
+                yield from self._called(inner, ("" if bare else style.open) + inner + found, read, cut)
+            if self._one_call and self._calls:
+                self._state, self._buffer = "ended", ""
 
-    def _until(self, marker: str, final: bool) -> tuple[str, bool]:
+    def _first(self, inner: str) -> str:
+        """If one call ends the text, that of the first one, once it is complete."""
+        each = self._style.each
+        if not self._one_call or (each or "}") not in inner:
+            return ""
+        try:
+            if each:
+                first = inner[: inner.index(each) + len(each)]
+            else:
+                first = inner[: DECODER.raw_decode(inner, len(inner) - len(inner.lstrip()))[1]]
+            return first if self._style.read(first, self._schemas) else ""
+        except (ValueError, RecursionError):
+            return ""
+
+    def _until(self, marker: str, final: bool, cut: bool) -> tuple[str, bool]:
         """Takes from the buffer the text before `marker` that cannot be part of it, and the marker if it is there;
-        returns (text, whether the marker was found)."""
+        returns (text, whether the marker was found). Where the text is cut, the beginning of a marker is dropped."""
         text, found, rest = self._buffer.partition(marker) if marker else (self._buffer, "", "")
-        if marker and not found and not final:
+        if marker and not found and (cut or not final):
             held = next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))
-            text, rest = text[: len(text) - held], text[len(text) - held :]
+            if not final:
+                rest = text[len(text) - held :]
+            if not final or held >= (1 if self._forced or self._calls else DISTINCT):
+                text = text[: len(text) - held]
         self._buffer = rest
         return text, bool(found)
 
@@ -190,20 +232,21 @@ class Parser:
             self._started |= kind == "content"
             yield Text(kind, shown)
 
-    def _called(self, inner: str | None, raw: str) -> Iterator[Piece]:
-        """The calls in `inner`; if it is None or malformed, `raw` as content."""
+    def _called(self, inner: str, raw: str, read: Reader | None, cut: bool) -> Iterator[Piece]:
+        """The calls that `read` finds in `inner`; if it is None or `inner` malformed, `raw` as content."""
+        texts: list[tuple[str, str]] | None
         try:
-            calls = [] if inner is None else self._style.read(inner, self._schemas)
-            texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+            calls = [] if read is None else read(inner, self._schemas)
+            texts = [(name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in calls]
             "".join(map("".join, texts)).encode()  # refuses lone surrogates
         except (ValueError, RecursionError):
-            texts = []
-        if not texts:
+            texts = None
+        if texts is None or not (texts or (read and cut)):
             yield from self._emit("content", raw)
             return
         self._gap, self._trim, self._started = "", False, True
-        for name, arguments in texts:
-            yield ToolCall(f"call_{self._nonce}{self._calls}", name, arguments)
+        for (name, text), (_, arguments) in zip(texts, calls, strict=True):
+            yield ToolCall(f"call_{self._nonce}{self._calls}", name, text, cut=isinstance(arguments, str))
             self._calls += 1
 
 
@@ -213,6 +256,10 @@ class Parser:
 def _hermes(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     """{"name": ..., "arguments": {...}}, the keys in any order (Qwen 2.5 and 3, Hermes 2 Pro and later)."""
     return [_call(_json(inner), "arguments")]
+
+
+def _hermes_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
+    return _json_begun(inner, schemas, "arguments")
 
 
 def _llama(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
@@ -228,6 +275,19 @@ def _llama(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
         if rest and not rest.startswith(";"):
             raise ValueError("calls must be separated by ;")
         rest = rest[1:].lstrip()
+    return calls
+
+
+def _llama_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
+    calls: list[tuple[str, dict | str]] = []
+    rest = inner.strip()
+    while rest:
+        try:
+            value, end = DECODER.raw_decode(rest)
+        except ValueError:
+            return calls + _json_begun(rest, schemas, "parameters", "arguments")
+        calls.append(_call(value, "parameters", "arguments"))
+        rest = rest[end:].lstrip("; \n")
     return calls
 
 
@@ -249,6 +309,21 @@ def _deepseek(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     return calls
 
 
+def _deepseek_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
+    begin, separated, ended = DEEPSEEK
+    whole, _, last = inner.rpartition(begin)
+    if ended in last or begin not in inner:
+        body, _, rest = inner.rpartition(ended)
+        if not any(marker.startswith(rest.strip()) for marker in (begin, STYLES["deepseek"].close)):
+            raise ValueError("text between calls")
+        return [*_deepseek(body + ended, schemas)] if body else []
+    head, _, tail = last.partition(separated)
+    name, _, arguments = tail.partition("\n```json\n") if head.strip() == "function" else (head, "", tail)
+    if arguments:
+        return [*_deepseek(whole, schemas), (name.strip(), _arguments(arguments))]
+    return [*_deepseek(whole, schemas)]
+
+
 def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     """<function=name><parameter=key>value</parameter>...</function>, values typed by the tool's schema (Qwen3-Coder).
 
@@ -268,6 +343,18 @@ def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
         elif part.strip():
             raise ValueError("text between parameters")
     return [(name, arguments)]
+
+
+def _coder_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
+    head = "<function="
+    found = re.fullmatch(rf"\s*{head}([^>\s]+)>(.*)", inner, re.DOTALL)
+    if not found:
+        if head.startswith(inner.strip()) or re.fullmatch(rf"\s*{head}[^>\s]*", inner):
+            return []
+        raise ValueError("not a call")
+    whole = found[2].rpartition("</parameter>")
+    [(name, arguments)] = _coder(f"{head}{found[1]}>{''.join(whole[:2])}</function>", schemas)
+    return [(name, arguments if "</function>" in whole[2] else json.dumps(arguments, ensure_ascii=False)[:-1])]
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -308,6 +395,51 @@ def _call(value: Any, *keys: str) -> tuple[str, dict]:
     raise ValueError("not a call")
 
 
+def _json_begun(text: str, schemas: Schemas, *keys: str) -> list[tuple[str, dict | str]]:
+    """The call whose JSON begins with `text`: none before its name is complete."""
+    found = re.match(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(.*)', text, re.DOTALL)
+    if not found:
+        begun = re.sub(r"\s", "", text)
+        if not (begun or '"').startswith('{"name":"') and not '{"name":"'.startswith(begun):
+            raise ValueError("not a call")
+        return []
+    name, rest = _json(found[1]), found[2]
+    given = re.match(rf',\s*"(?:{"|".join(keys)})"\s*:\s*(\{{.*)', rest, re.DOTALL)
+    if (schemas and name not in schemas) or not (given or rest[:1] in ("", ",")):
+        raise ValueError("not a call")
+    return [(name, _arguments(given[1]) if given else "")]
+
+
+def _arguments(text: str) -> dict | str:
+    """Arguments of which JSON, and perhaps the end of the call, begins with `text`: an object, or the cut text."""
+    try:
+        found, _ = DECODER.raw_decode(text)
+    except ValueError:
+        found = text
+    if not isinstance(found, dict | str):
+        raise ValueError("not a call")
+    return found
+
+
+SEPARATOR = re.compile(r"\s*([{:,])\s*")
+
+
+def members(text: str) -> dict[str, Any]:
+    """The members of a JSON object that are surely complete, because another follows, where only its text's beginning
+    is known."""
+    found: dict[str, Any] = {}
+    key, value, at = "", None, 0
+    while separator := SEPARATOR.match(text, at):
+        if separator[1] == ",":
+            found[key] = value
+        try:
+            item, at = DECODER.raw_decode(text, separator.end())
+        except (ValueError, RecursionError):
+            break
+        key, value = (key, item) if separator[1] == ":" else (str(item), value)
+    return found
+
+
 def _constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
@@ -315,12 +447,13 @@ def _constant(name: str) -> Any:
 DECODER = json.JSONDecoder(parse_constant=_constant)
 _json = DECODER.decode
 STYLES = {
-    "qwen": Style("<tool_call>", "</tool_call>", _hermes),
-    "qwen3_coder": Style("<tool_call>", "</tool_call>", _coder),
-    "hermes": Style("<tool_call>", "</tool_call>", _hermes, switch="thinking"),
-    "llama": Style("<|python_tag|>", "", _llama, bare=True),
-    "deepseek": Style("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek, switch="thinking"),
+    "qwen": Style("<tool_call>", "</tool_call>", _hermes, _hermes_begun, "</tool_call>"),
+    "qwen3_coder": Style("<tool_call>", "</tool_call>", _coder, _coder_begun, "</tool_call>"),
+    "hermes": Style("<tool_call>", "</tool_call>", _hermes, _hermes_begun, "</tool_call>"),
+    "llama": Style("<|python_tag|>", "", _llama, _llama_begun, "", bare=True),
+    "deepseek": Style("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek, _deepseek_begun, DEEPSEEK[2]),
 }
+DISTINCT = 3  # characters of a marker that are hardly text
 MARKERS = frozenset({THINK, THOUGHT, *DEEPSEEK, *(part for s in STYLES.values() for part in (s.open, s.close))})
 
 

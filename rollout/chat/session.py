@@ -7,6 +7,7 @@ Sampled tokens are never retokenised: only new messages are.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,11 @@ from .parsers import Answer, decoder
 from .trajectory import Interaction
 
 LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
+Parse = Callable[[str, bool], Answer]
+
+
+def _content(text: str, cut: bool) -> Answer:
+    return Answer(text)
 
 
 class Session:
@@ -64,7 +70,9 @@ class Session:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
-        parse: Callable[[str], Answer] = Answer,
+        parse: Parse = _content,
+        ends: Callable[[Sequence[int]], int | None] | None = None,
+        on_prompt: Callable[[int], None] | None = None,
         on_text: Callable[[str], None] | None = None,
         **sampling,
     ) -> Interaction:
@@ -73,7 +81,10 @@ class Session:
         Args:
           messages, tools: in OpenAI's format; contents are texts, or lists of parts with images (`chat/images.py`).
           template: variables of the chat template, such as `enable_thinking`.
-          parse: parses the answer's text.
+          parse: parses the answer's text, given also whether the limit of tokens has cut it.
+          ends: of the sampled tokens how many are the answer; None = all. It must depend on these alone: then what
+            remains has the policy's distribution.
+          on_prompt: called with the number of the prompt's tokens before one is sampled.
           on_text: called with pieces of the text as they are sampled.
           sampling: as for `Fleet.generate`; `stop` strings are not part of the text.
 
@@ -84,7 +95,9 @@ class Session:
         given = messages, tools, dict(template or {}), self._temperature(sampling)
         long = images.within(messages) or sum(len(message.get("content") or "") + 100 for message in messages) > LONG
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
-        await self._sample(interaction, parse, on_text, sampling)
+        if on_prompt:
+            on_prompt(len(interaction.prompt))
+        await self._sample(interaction, parse, on_text, sampling, ends)
         self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
         return interaction
 
@@ -95,7 +108,7 @@ class Session:
         if self._processor:
             self._processor.expanded(prompt, ())  # refuses the image token
         interaction = Interaction(prompt=tuple(prompt), written=tuple(prompt), temperature=self._temperature(sampling))
-        await self._sample(interaction, Answer, on_text, sampling)
+        await self._sample(interaction, _content, on_text, sampling)
         return interaction
 
     def set_reward(self, value: Any, interaction: str = "") -> None:
@@ -164,7 +177,8 @@ class Session:
         if self._processor and self._processor.token in parent.completion.tokens:  # it would stand for a feature
             return None
         answer, tokenizer, end = parent.answer, self._tokenizer, template.closing(self._tokenizer)
-        closing = template.after(tokenizer, tokens[-1], end) if parent.completion.finish == "stop" else end
+        stopped = parent.completion.finish == "stop" and parent.closed
+        closing = template.after(tokenizer, tokens[-1], end) if stopped else end
         seen = tokenizer.decode(tokens) + closing
         if now.startswith(seen):  # identical text
             added: str | None = now[len(seen) :]
@@ -182,7 +196,7 @@ class Session:
     def _temperature(self, sampling: Mapping[str, Any]) -> float:
         return self._sampling.temperature if self._sampling else sampling.get("temperature", 1.0)
 
-    async def _sample(self, x: Interaction, parse, on_text, given) -> None:
+    async def _sample(self, x: Interaction, parse: Parse, on_text, given, ends=None) -> None:
         sampling = {name: value for name, value in given.items() if value is not None}
         if fixed := self._sampling:
             budget = min(sampling.get("max_new_tokens", fixed.max_new_tokens), fixed.max_new_tokens)
@@ -200,10 +214,22 @@ class Session:
         except ServerError as error:
             self.failure = error
             raise
-        x.text = reader.finish(x.completion)
-        x.answer = parse(x.text)
+        end = ends(x.completion.tokens) if ends else None
+        if end is not None:
+            x.completion, x.closed = _first(x.completion, end), False
+        x.text = reader.finish(x.completion.tokens, x.closed and x.completion.finish == "stop")
+        x.answer = parse(x.text, x.completion.finish == "length")
         x.id = f"{self.id}-{len(self.interactions)}"
         self.interactions.append(x)
+
+
+def _first(completion: Completion, end: int) -> Completion:
+    """The first `end` tokens of a completion, as if it had stopped there."""
+    routed, rest = completion.routed, len(completion.tokens) - end
+    return dataclasses.replace(
+        completion, tokens=completion.tokens[:end], logp=completion.logp[:end], version=completion.version[:end],
+        finish="stop", text="", routed=routed if routed is None else routed[: len(routed) - rest],
+    )  # fmt: skip
 
 
 def _keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -257,9 +283,9 @@ class _Reader:
         self._read += new
         self._show("".join(map(self._reader.push, new)))
 
-    def finish(self, completion: Completion) -> str:
-        """The complete text, without the stop string or stop token that ended it."""
-        text, rest = self._reader.finish(completion.tokens, completion.finish == "stop")
+    def finish(self, tokens: Sequence[int], stopped: bool) -> str:
+        """The complete text; `stopped` as for `detokenizer.Reader.finish`."""
+        text, rest = self._reader.finish(tokens, stopped)
         self._show(rest)
         return text
 

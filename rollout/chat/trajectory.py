@@ -35,6 +35,7 @@ class Interaction:
       images: those of the prompt, in order.
       id: unique.
       completion: the sampled completion.
+      closed: if it has stopped, a stop token or string ended it.
       text: the completion's text without its stop token or string; of special tokens only `parsers.MARKERS` are kept.
       answer: the parsed text.
       score: its own reward, if one was set.
@@ -52,6 +53,7 @@ class Interaction:
     temperature: float
     id: str = ""
     completion: Completion = Completion([], [], [], "abort")
+    closed: bool = True
     text: str = ""
     answer: Answer = Answer("")
     score: Score | None = None

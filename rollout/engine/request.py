@@ -163,6 +163,16 @@ def check(request: Request, stops: frozenset[int], vocab: int, context: int, dec
         raise ValueError(problem)
 
 
+def too_long(n: int, most: int, context: int) -> str:
+    """Why `n` tokens of a prompt and `most` new ones do not fit into a context."""
+    if n > context:
+        return f"The input ({n} tokens) is longer than the model's context length ({context} tokens)."
+    return (
+        f"The input ({n} tokens) and max_new_tokens ({most}) are together longer than the model's context length "
+        f"({context} tokens)."
+    )
+
+
 def _problem(
     request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool, experts: bool
 ) -> str | None:
@@ -181,14 +191,11 @@ def _problem(
     if n == 0:
         return "Either text, input_ids or input_embeds should be provided."
     if n > context:
-        return f"The input ({n} tokens) is longer than the model's context length ({context} tokens)."
+        return too_long(n, 0, context)
     if s.max_new_tokens < 0:
         return f"max_new_tokens must be at least 0, got {s.max_new_tokens}."
     if n + s.max_new_tokens > context:
-        return (
-            f"The input ({n} tokens) and max_new_tokens ({s.max_new_tokens}) are together longer than the model's "
-            f"context length ({context} tokens)."
-        )
+        return too_long(n, s.max_new_tokens, context)
     if not 0 <= s.min_new_tokens <= s.max_new_tokens:
         return f"min_new_tokens must be from 0 to max_new_tokens ({s.max_new_tokens}), got {s.min_new_tokens}."
     if not (math.isfinite(s.temperature) and s.temperature >= 0):

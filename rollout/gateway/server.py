@@ -19,10 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..chat import fields, images, parsers
-from ..chat.api import chat, completions, messages, responses
+from ..chat.api import abilities, chat, completions, messages, responses
 from ..chat.api.ask import Ask, opened, render, seen
 from ..chat.api.logprobs import Reading
 from ..chat.fields import Refused
+from ..chat.first_call import FirstCall
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
@@ -137,33 +138,41 @@ class Gateway:
     async def _chat(self, api: Any, http: Request) -> ASGIApp:
         """Handles a request to one of the APIS."""
         entry = self._sessions.of(http)
-        ask = await http_limits.off_loop(http, api.read, await self._body(http), STYLES[self._style])
+        more = {"stored": entry.stored} if api is responses else {}
+        parse = functools.partial(api.read, **more)
+        can = abilities.of(self._tokenizer, self._processor)
+        ask = await http_limits.off_loop(http, parse, await self._body(http), can)
         _refuse_seed(ask.body)
         ask = await http_limits.off_loop(http, seen, ask, self._processor)
         text = await http_limits.off_loop(http, render, self._tokenizer, ask, True, self._processor)
 
+        read: list[int] = []  # tokens of the prompt, once for each answer
+
         async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
-            options: dict[str, Any] = {
-                "tools": ask.tools, "reasoning": self._reasoning, "opened": opened(text), "nonce": secrets.token_hex(8),
-            }  # fmt: skip
-            parse = functools.partial(parsers.parse, style=self._style, **options)
+            new = functools.partial(
+                Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=opened(text),
+                one_call=ask.one_call, nonce=secrets.token_hex(8),
+            )  # fmt: skip
+            first = FirstCall(parsers.decoder(self._tokenizer), new(), ask.sampling.get("stop", ()))
             asked = functools.partial(
-                entry.session.ask, ask.messages, tools=ask.tools, template=ask.template, parse=parse, **ask.sampling
-            )
+                entry.session.ask, ask.messages, tools=ask.tools, template=ask.template,
+                parse=lambda text, cut: parsers.parsed(new(), text, cut),
+                ends=first.end if ask.one_call and ask.tools else None, **ask.sampling,
+            )  # fmt: skip
             if not ask.stream:
                 return await asked()
-            parser = Parser(self._style, **options)
+            parser = new()
 
             def on_text(text: str) -> None:
                 for piece in parser.push(text):
                     on_piece(piece)
 
-            done = await asked(on_text=on_text)
-            for piece in parser.finish():
+            done = await asked(on_prompt=read.append, on_text=on_text)
+            for piece in parser.finish(cut=done.completion.finish == "length"):
                 on_piece(piece)
             return done
 
-        return await self._answered(http, entry, ask, [generate] * ask.n, api, {})
+        return await self._answered(http, entry, ask, [generate] * ask.n, api, {}, read)
 
     async def _completions(self, http: Request) -> ASGIApp:
         entry = self._sessions.of(http)
@@ -196,12 +205,12 @@ class Gateway:
 
     async def _answered(
         self, http: Request, entry: Entry, ask: Ask, jobs: Sequence[work.Job], api: Any,
-        readings: Mapping[Interaction, Reading],
+        readings: Mapping[Interaction, Reading], read: Sequence[int] = (),
     ) -> ASGIApp:  # fmt: skip
         most = self._limits.generations
         if ask.stream:
             ids = [f"{entry.session.id}-{secrets.token_hex(8)}" for _ in jobs]
-            return work.streamed(http, entry, jobs, most, ids, api.Stream(ask, ids, self._tokenizer))
+            return work.streamed(http, entry, jobs, most, ids, api.Stream(ask, ids, self._tokenizer), read)
         async with work.running(http, entry, jobs, most) as running:
             done = await running.done()
             return JSONResponse(work.named(api.answer(ask, done, self._tokenizer, readings), [x.id for x in done]))
@@ -220,7 +229,7 @@ class Gateway:
         self._sessions.of(http)
         body = await self._body(http)
         count = functools.partial(messages.count, processor=self._processor)
-        return JSONResponse(await http_limits.off_loop(http, count, body, STYLES[self._style], self._tokenizer))
+        return JSONResponse(await http_limits.off_loop(http, count, body, self._tokenizer))
 
     async def _body(self, http: Request) -> dict[str, Any]:
         return fields.with_model(await read_body(http, self._limits.http), self._model)

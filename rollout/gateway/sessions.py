@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from ..chat.api.stored import Stored
 from ..chat.session import Session
 from ..processes import http_limits as limits
 
@@ -36,7 +37,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Entry:
-    """An open session, its running generations, and when it was started and last used."""
+    """An open session, its running generations, its responses that are kept, and when it was started and last used."""
 
     session: Session
     digest: bytes
@@ -45,6 +46,7 @@ class Entry:
     used: float = field(default_factory=time.monotonic)
     running: set[asyncio.Task] = field(default_factory=set)
     closed: bool = False
+    stored: Stored = field(default_factory=Stored)
 
 
 class Sessions:

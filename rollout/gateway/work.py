@@ -83,12 +83,15 @@ class Work:
         await asyncio.gather(self._watch, *self.tasks, return_exceptions=True)
 
 
-def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: Sequence[str], stream: Any) -> ASGIApp:
+def streamed(
+    http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: Sequence[str], stream: Any, read: Sequence[int]
+) -> ASGIApp:
     """Streams an answer as server-sent events; an error before the first piece gets a normal error response.
 
     Args:
       ids: ids for the interactions.
       stream: a `Stream` of one of the APIs; its log-probabilities come at the end of each choice.
+      read: tokens of the prompt, which the jobs append before their first piece.
     """
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +105,7 @@ def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: S
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                await emit(stream.begin())
+                await emit(stream.begin(*read[:1]))
                 if first:
                     await emit(stream.pieces(first[0], [first[1]]))
                 async for i, piece in pieces:

@@ -90,10 +90,11 @@ async def tool_loop(
     kit = _kit(tuple(tools))
     schemas = [toolbox.schema(tool) for tool in kit]
     style = parsers.style_for(tokenizer, style)
-    parse = functools.partial(parsers.parse, style=style, opened=template.opens(tokenizer))
+    opened = template.opens(tokenizer)
+    parse = lambda text, cut: parsers.parse(text, style, cut=cut, opened=opened)
     for _ in range(_counted(turns)):
         x = await _next(session, messages, tools=schemas, parse=parse)
-        if not x or not x.answer.tool_calls:
+        if not x or not x.answer.tool_calls or x.answer.tool_calls[-1].cut:
             break
         messages.append(x.answer.message())
         for call in x.answer.tool_calls:

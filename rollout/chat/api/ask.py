@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ class Ask:
       one_call: a forced answer is a single call.
       template: variables of the chat template.
       sampling: arguments of `Fleet.generate`.
+      keep: keeps the response of `/v1/responses` for later requests; None = it is not kept.
     """
 
     body: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Ask:
     n: int = 1
     stream: bool = False
     prompts: Sequence[Sequence[int]] = ()
+    keep: Callable[[Mapping[str, Any]], None] | None = None
 
 
 def seen(ask: Ask, processor: images.Processor | None) -> Ask:

@@ -12,27 +12,27 @@ from typing import Any
 
 from .. import fields
 from ..fields import Refusal, Refused, rule
-from ..parsers import Piece, Style, Text
+from ..parsers import Piece, Text
 from ..trajectory import Interaction
 from . import logprobs, openai
+from .abilities import Abilities
 from .ask import Ask, Event
 
 FIELDS = fields.table(
     [
         "messages", "model", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "seed", "response_format",
-        "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", *fields.SAMPLING,
+        "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", "parallel_tool_calls",
+        "reasoning_effort", "verbosity",
+        *fields.SAMPLING,
     ],
     openai.PASSED,
     {
         **openai.REFUSED,
-        "parallel_tool_calls": Refusal("the model decides how many tools it calls", (True,)),
         "top_logprobs": Refusal(but=(0,)),
         "functions": Refusal("give the functions as tools", ([],)),
         "function_call": Refusal("give the functions as tools", ("none", "auto")),
-        "reasoning_effort": Refusal("give the chat template's own variable in chat_template_kwargs"),
         "modalities": Refusal("answers are text", (["text"],)),
         "audio": Refusal("answers are text"),
-        "verbosity": Refusal("no model here is trained for it"),
         "web_search_options": Refusal("this server searches nothing"),
     },
 )  # fmt: skip
@@ -40,7 +40,7 @@ FIELDS = fields.table(
 
 def read(
     body: Mapping[str, Any],
-    style: Style,
+    abilities: Abilities,
     table: fields.Table = FIELDS,
     most: int = fields.MOST,
     *,
@@ -49,22 +49,24 @@ def read(
     """Parses a request. Raises Refused.
 
     Args:
+      abilities: of the model.
       table: the fields, and what the server does with them.
       most: answers that a request may ask for.
       forces: whether the server can force a tool call.
     """
     given = tools(body)
     calls = forced(body.get("tool_choice"), given) if forces else ()
-    fields.known(body, parallel(table, given, calls))
+    fields.known(body, table)
     openai.include_usage(body)
     fields.boolean(body, "logprobs")
+    abilities.check_images(body, "messages")
     return Ask(
         body=body,
         messages=openai.messages(body),
         tools=chosen(body.get("tool_choice"), given, forces),
         forced=calls,
         one_call=one_call(body),
-        template=fields.mapping(body, "chat_template_kwargs"),
+        template=variables(body, abilities),
         sampling={
             **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop"),
             **fields.schema(body.get("response_format"), "response_format"),
@@ -72,6 +74,15 @@ def read(
         n=fields.several(body, most),
         stream=fields.boolean(body, "stream"),
     )
+
+
+def variables(body: Mapping[str, Any], abilities: Abilities) -> dict[str, Any]:
+    """Variables of the chat template: those that the request names, before those of its fields. Raises Refused."""
+    return {
+        **abilities.effort(body.get("reasoning_effort"), "reasoning_effort"),
+        **abilities.verbosities(body.get("verbosity"), "verbosity"),
+        **fields.mapping(body, "chat_template_kwargs"),
+    }
 
 
 def tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,14 +114,9 @@ def forced(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def one_call(body: Mapping[str, Any]) -> bool:
-    """Whether a forced answer must be a single call: of a named tool, or if parallel calls are not wanted."""
-    return isinstance(body.get("tool_choice"), Mapping) or body.get("parallel_tool_calls") is False
-
-
-def parallel(table: fields.Table, tools: Sequence[Any], calls: Sequence[str]) -> fields.Table:
-    """The table for requests with these tools and forced calls, whose number can be limited."""
-    held = fields.USED if calls else fields.NO_EFFECT
-    return table if tools and not calls else {**table, "parallel_tool_calls": held}
+    """Whether an answer may have a single call: of a named tool, or if parallel calls are not wanted."""
+    several = body.get("parallel_tool_calls") is None or fields.boolean(body, "parallel_tool_calls")
+    return isinstance(body.get("tool_choice"), Mapping) or not several
 
 
 def answer(
@@ -144,7 +150,7 @@ class Stream:
         self._frame = _frame(ask, ids[0], "chat.completion.chunk")
         self._calls = [0] * len(ids)
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, read: int = 0) -> Iterator[Event]:
         for i in range(self._n):
             yield self._chunk(i, {"role": "assistant", "content": ""})
 

@@ -86,7 +86,12 @@ def answer(
             "index": i,
             "text": echoed(ask, x.prompt, tokenizer) + x.text,
             "finish_reason": finish(x),
-            "logprobs": _logprobs(ask, readings.get(x) or logprobs.sampled(x), tokenizer),
+            "logprobs": _logprobs(
+                ask,
+                readings.get(x) or logprobs.sampled(x),
+                tokenizer,
+                logprobs.Offsets(tokenizer, len(x.prompt) if ask.body.get("echo") else 0),
+            ),
         }
         for i, x in enumerate(done)
     ]
@@ -99,9 +104,9 @@ class Stream:
     def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
         self._ask, self._tokenizer = ask, tokenizer
         self._frame = _frame(ask, ids[0])
-        self._ends = [0] * len(ids)  # characters of the tokens so far
+        self._offsets: dict[int, logprobs.Offsets] = {}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, read: int = 0) -> Iterator[Event]:
         yield from ()
 
     def pieces(self, i: int, pieces: Sequence[Piece], reading: logprobs.Reading = ()) -> Iterator[Event]:
@@ -122,9 +127,10 @@ class Stream:
         yield "", error(status, message)
 
     def _chunk(self, i: int, text: str, finish: str | None, reading: logprobs.Reading) -> Event:
-        rows = _logprobs(self._ask, reading, self._tokenizer, self._ends[i])
-        if rows:
-            self._ends[i] += sum(map(len, rows["tokens"]))
+        if i not in self._offsets:  # what is echoed comes first
+            echoed = len(reading) if self._ask.body.get("echo") else 0
+            self._offsets[i] = logprobs.Offsets(self._tokenizer, echoed)
+        rows = _logprobs(self._ask, reading, self._tokenizer, self._offsets[i])
         return "", {**self._frame, "choices": [{"index": i, "text": text, "finish_reason": finish, "logprobs": rows}]}
 
 
@@ -133,9 +139,9 @@ def echoed(ask: Ask, prompt: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(list(prompt)) if ask.body.get("echo") and tokenizer is not None else ""
 
 
-def _logprobs(ask: Ask, reading: logprobs.Reading, tokenizer: Any, start: int = 0) -> dict[str, Any] | None:
+def _logprobs(ask: Ask, reading: logprobs.Reading, tokenizer: Any, offsets: logprobs.Offsets) -> dict[str, Any] | None:
     top = ask.body.get("logprobs")
-    return None if top is None else logprobs.completion(reading, tokenizer, top, start)
+    return None if top is None else logprobs.completion(reading, tokenizer, top, offsets)
 
 
 def _frame(ask: Ask, id: str) -> dict[str, Any]:

@@ -22,6 +22,15 @@ def content(given: Any, where: str, kinds: Collection[str] = ("text",)) -> str |
     return [dict(part) if part.get("type") == "image" else as_text(part) for part in found]
 
 
+def within(given: Any) -> bool:
+    """Whether there are images in messages or items, and in what they contain."""
+    if isinstance(given, list):
+        return any(map(within, given))
+    if not isinstance(given, Mapping):
+        return False
+    return given.get("type") in KINDS or within(given.get("content")) or within(given.get("output"))
+
+
 def _image(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A part of the kinds above, with a data URL."""
     if part["type"] == "image":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..detokenizer import UNFINISHED
+from ..detokenizer import UNFINISHED, Text
 from ..trajectory import Interaction
 
 # Byte-level BPE spells printable bytes of Latin-1 as themselves and the others, in order, from U+0100 on.
@@ -33,19 +32,41 @@ def chat(reading: Reading, tokenizer: Any) -> dict[str, Any]:
     return {"content": rows, "refusal": None}
 
 
-def completion(reading: Reading, tokenizer: Any, top: int, start: int = 0) -> dict[str, Any]:
+class Offsets:
+    """The places in a text at which its tokens begin; the parts of a character begin where it does.
+
+    Args:
+      read: the first tokens, which are a prompt's: its text shows special tokens, that of an answer does not.
+    """
+
+    def __init__(self, tokenizer: Any, read: int = 0):
+        decode = lambda skip: (
+            (lambda ids: tokenizer.decode(ids, skip_special_tokens=skip)) if tokenizer is not None else lambda ids: ""
+        )
+        self._read, self._prompt, self._answer = read, Text(decode(False)), Text(decode(True))
+
+    def add(self, token: int) -> int:
+        """Appends a token; returns its place."""
+        place = len(self._prompt.text) + len(self._answer.text)
+        (self._prompt if self._read else self._answer).feed([token])
+        if self._read == 1:
+            self._prompt.end()
+        self._read = max(0, self._read - 1)
+        return place
+
+
+def completion(reading: Reading, tokenizer: Any, top: int, offsets: Offsets) -> dict[str, Any]:
     """As in `/v1/completions`.
 
     Args:
       top: the request's `logprobs`; with 0 there are no others.
-      start: characters of the text before.
+      offsets: those of the text before.
     """
-    names = [name(tokenizer, token) for token, _, _ in reading]
     return {
-        "tokens": names,
+        "tokens": [name(tokenizer, token) for token, _, _ in reading],
         "token_logprobs": [logp for _, logp, _ in reading],
         "top_logprobs": [_named(tokenizer, others) for _, _, others in reading] if top else None,
-        "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=start)) if names else [],
+        "text_offset": [offsets.add(token) for token, _, _ in reading],
     }
 
 

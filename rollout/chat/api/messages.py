@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import fields, images, template
+from .. import fields, images, parsers, template
 from ..fields import Refusal, Refused, Table, rule
-from ..parsers import Piece, Style, ToolCall
+from ..parsers import Piece, ToolCall
 from ..trajectory import Interaction
-from . import image_parts
+from . import abilities, image_parts
+from .abilities import Abilities
 from .ask import Ask, Event, render, seen
 
 FIELDS = fields.table(
@@ -33,7 +35,7 @@ FIELDS = fields.table(
         "container": Refusal("this server runs no code"),
     },
 )  # fmt: skip
-OUTPUT_CONFIG = fields.table(["format"], refused={"effort": Refusal("no model here is trained for it")})
+OUTPUT_CONFIG = fields.table(["format", "effort"])
 THINKING = fields.table(["type"], ["budget_tokens"], {"display": Refusal(but=("summarized",))})
 TOOL = fields.table(
     ["name", "description", "input_schema", "type"],
@@ -47,12 +49,11 @@ TOOL = fields.table(
 SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
 
 
-def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS, *, forces: bool = False) -> Ask:
-    """Parses a request; `table` has its fields, and what the server does with them; `forces` as in `chat.read`. Raises
-    Refused."""
+def read(body: Mapping[str, Any], model: Abilities, table: Table = FIELDS, *, forces: bool = False) -> Ask:
+    """Parses a request; `model` are its abilities, the others as for `chat.read`. Raises Refused."""
     rule(body.get("max_tokens") is not None, "max_tokens", "must be given", None)
     return Ask(
-        **_asked(body, style, table, forces),
+        **_asked(body, model, table, forces),
         sampling={
             **fields.sampling(body, most=["max_tokens"], stop="stop_sequences"),
             **fields.schema(fields.mapping(body, "output_config").get("format"), "output_config"),
@@ -63,7 +64,6 @@ def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS, *, forces
 
 def count(
     body: Mapping[str, Any],
-    style: Style,
     tokenizer: Any,
     table: Table = FIELDS,
     *,
@@ -71,44 +71,57 @@ def count(
     processor: images.Processor | None = None,
 ) -> dict[str, int]:
     """The answer of `count_tokens`; `forces` as in `chat.read`, `processor` as in `seen`. Raises Refused."""
-    ask = seen(Ask(**_asked(body, style, table, forces)), processor)
+    ask = seen(Ask(**_asked(body, abilities.of(tokenizer, processor), table, forces)), processor)
     ids = template.encode(tokenizer, render(tokenizer, ask, processor=processor))
     return {"input_tokens": len(processor.expanded(ids, images.of(ask.messages)) if processor else ids)}
 
 
-def _asked(body: Mapping[str, Any], style: Style, table: Table, forces: bool) -> dict[str, Any]:
+def _asked(body: Mapping[str, Any], model: Abilities, table: Table, forces: bool) -> dict[str, Any]:
     fields.known(body, table)
-    fields.known(fields.mapping(body, "output_config"), OUTPUT_CONFIG)
+    output = fields.mapping(body, "output_config")
+    fields.known(output, OUTPUT_CONFIG)
+    model.check_images(body, "messages")
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
     system = [{"role": "system", "content": fields.text(body["system"], "system")}] if body.get("system") else []
     messages = [message for one in fields.objects(body.get("messages"), "messages") for message in _messages(one)]
     rule(bool(messages), "messages", "must not be empty", messages)
     if messages[-1]["role"] == "assistant":
         raise Refused("messages", "the last one must not be the assistant's: prefilling an answer is not supported")
-    forced, one_call = _forced(body, tools) if forces else ((), False)
+    forced = _forced(body, tools) if forces else ()
+    choice = fields.mapping(body, "tool_choice")
     return {
         "body": body,
         "messages": system + messages,
-        "tools": tools if forced else _chosen(body, tools),
+        "tools": tools if forced else _chosen(choice, tools),
         "forced": forced,
-        "one_call": one_call,
-        "template": _thinking(body, style),
+        "one_call": choice.get("type") == "tool" or fields.boolean(choice, "disable_parallel_tool_use"),
+        "template": {
+            **model.effort(output.get("effort"), "output_config.effort", "high"),
+            **_thinking(body, model.switch),
+        },
     }
 
 
 def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any, readings: Any = None) -> dict[str, Any]:
     """The message; its id is the interaction's. It has no log-probabilities."""
     (x,) = done
-    blocks: list[dict[str, Any]] = []
-    if x.answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": x.answer.reasoning, "signature": SIGNATURE})
-    if x.answer.content:
-        blocks.append({"type": "text", "text": x.answer.content, "citations": None})
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-        for call in x.answer.tool_calls
-    ]
+    blocks = [block for kind, group in itertools.groupby(x.answer.pieces, _kind) for block in _blocks(kind, [*group])]
     return {**_frame(ask, x.id), "content": blocks, **_stop(ask, x), "usage": _usage(x)}
+
+
+def _kind(piece: Piece) -> str:
+    return "tool_use" if isinstance(piece, ToolCall) else piece.kind
+
+
+def _blocks(kind: str, pieces: list[Any]) -> list[dict[str, Any]]:
+    """The blocks of adjacent pieces of one kind."""
+    if kind == "tool_use":
+        input = lambda call: parsers.members(call.arguments) if call.cut else json.loads(call.arguments)
+        return [{"type": kind, "id": call.id, "name": call.name, "input": input(call)} for call in pieces]
+    text = "".join(piece.text for piece in pieces)
+    if kind == "reasoning":
+        return [{"type": "thinking", "thinking": text, "signature": SIGNATURE}]
+    return [{"type": "text", "text": text, "citations": None}]
 
 
 class Stream:
@@ -121,9 +134,10 @@ class Stream:
         self._ask, self._id = ask, ids[0]
         self._index, self._open = -1, ""
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, read: int = 0) -> Iterator[Event]:
+        """The first event, which says how many tokens were `read`."""
         message = {**_frame(self._ask, self._id), "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message=message | {"usage": {"input_tokens": 0, "output_tokens": 0}})
+        yield _event("message_start", message=message | {"usage": {"input_tokens": read, "output_tokens": 0}})
 
     def pieces(self, i: int, pieces: Sequence[Piece], reading: Any = ()) -> Iterator[Event]:
         for piece in pieces:
@@ -255,34 +269,31 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields.tool(given.get("name"), given.get("description"), given.get("input_schema"), "tools")
 
 
-def _chosen(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    choice = fields.mapping(body, "tool_choice")
+def _chosen(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kind = choice.get("type", "auto")
     if kind not in ("auto", "none"):
         raise Refused("tool_choice", f'must be "auto" or "none", because tool calls cannot be forced, got {kind!r:.80}')
-    if choice.get("disable_parallel_tool_use") and tools:
-        raise Refused("tool_choice", "disable_parallel_tool_use cannot be honoured by this server; leave it out")
     return tools if kind == "auto" else []
 
 
-def _forced(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[tuple[str, ...], bool]:
-    """(names of the tools of which one must be called, whether only once); ((), False) if none must be."""
+def _forced(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Names of the tools of which one must be called; () if none must be."""
     choice = fields.mapping(body, "tool_choice")
     kind, names = choice.get("type"), tuple(tool["function"]["name"] for tool in tools)
     if kind not in ("any", "tool"):
-        return (), False
+        return ()
     rule(names, "tool_choice", f'"{kind}" needs tools', choice)
     if kind == "any":
-        return names, fields.boolean(choice, "disable_parallel_tool_use")
+        return names
     rule(choice.get("name") in names, "tool_choice", "must name one of the tools", choice.get("name"))
-    return (choice["name"],), True
+    return (choice["name"],)
 
 
-def _thinking(body: Mapping[str, Any], style: Style) -> dict[str, bool]:
+def _thinking(body: Mapping[str, Any], switch: str) -> dict[str, bool]:
     given = fields.mapping(body, "thinking")
     kind = given.get("type")
     if not given:
         return {}
     rule(kind in ("enabled", "disabled", "adaptive"), "thinking", "must be enabled, disabled or adaptive", kind)
     fields.known(given, THINKING)
-    return {style.switch: kind != "disabled"}
+    return {switch: kind != "disabled"} if switch else {}

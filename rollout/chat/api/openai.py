@@ -110,6 +110,6 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:
-    rule(given.get("type", "function") == "function", "messages", "a call must be of a function", given.get("type"))
+    rule((given.get("type") or "function") == "function", "messages", "a call must be of a function", given.get("type"))
     function = fields.mapping(given, "function")
     return fields.call(given.get("id"), function.get("name"), function.get("arguments"), "messages")

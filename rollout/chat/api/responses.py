@@ -1,76 +1,99 @@
 """OpenAI's `/v1/responses`: converts requests to asks of a session, interactions to responses and events.
 
-Nothing is stored: a request must contain the whole conversation as its input. Reasoning is returned as plain text, so
-`reasoning.encrypted_content` is not needed.
+The latest responses are kept (`Stored`), unless `store` is false: a request may refer to them and to their items.
+Reasoning is returned as plain text, so `reasoning.encrypted_content` is not needed.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import fields
 from ..fields import Refusal, Table, rule
-from ..parsers import Piece, Style, ToolCall
+from ..parsers import Piece, ToolCall
 from ..trajectory import Interaction
 from . import image_parts
+from .abilities import Abilities
 from .ask import Ask, Event
-from .chat import chosen, error, forced, one_call, parallel
+from .chat import chosen, error, forced, one_call
 from .openai import ROLES
+from .stored import Stored
 
-STORED = "nothing is stored; send the whole conversation as input"
+CONTINUED = "continue the conversation by previous_response_id, or send all of it as input"
 FIELDS = fields.table(
     [
         "input", "instructions", "model", "tools", "tool_choice", "stream", "text", "max_output_tokens", "temperature",
-        "top_p", "chat_template_kwargs",
+        "top_p", "chat_template_kwargs", "previous_response_id", "store", "parallel_tool_calls",
+        "reasoning",
     ],
     [
-        "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "max_tool_calls", "stream_options",
     ],
     {
-        "previous_response_id": Refusal(STORED),
-        "conversation": Refusal(STORED),
-        "prompt": Refusal(STORED),
-        "background": Refusal(STORED, (False,)),
+        "conversation": Refusal(CONTINUED),
+        "prompt": Refusal("no prompts are kept; send the conversation as input"),
+        "background": Refusal("a response is complete when it is answered", (False,)),
         "truncation": Refusal("the input is read as it is", ("disabled",)),
         "context_management": Refusal("the input is read as it is", ([],)),
-        "reasoning": Refusal("give the chat template's own variable in chat_template_kwargs", ({},)),
         "include": Refusal(but=([], ["reasoning.encrypted_content"])),
         "top_logprobs": Refusal(but=(0,)),
-        "parallel_tool_calls": Refusal("the model decides how many tools it calls", (True,)),
     },
 )  # fmt: skip
-TEXT = fields.table(["format"], refused={"verbosity": Refusal("no model here is trained for it")})
+TEXT = fields.table(["format", "verbosity"])
+SUMMARY = Refusal("reasoning is returned in full", ("auto", "detailed"))
+REASONING = fields.table(["effort"], refused={"summary": SUMMARY, "generate_summary": SUMMARY})
 SHOWN = ("instructions", "metadata", "max_output_tokens", "temperature", "top_p")  # echoed in the response
 
 
-def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS, *, forces: bool = False) -> Ask:
-    """Parses a request; `table` has its fields, and what the server does with them; `forces` as in `chat.read`. Raises
-    Refused."""
+def read(
+    body: Mapping[str, Any],
+    abilities: Abilities,
+    table: Table = FIELDS,
+    *,
+    forces: bool = False,
+    stored: Stored | None = None,
+) -> Ask:
+    """Parses a request. Raises Refused.
+
+    Args:
+      abilities: of the model.
+      table: the fields, and what the server does with them.
+      forces: as in `chat.read`.
+      stored: the responses of the client, to which this one is added; None = none.
+    """
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
     calls = forced(body.get("tool_choice"), tools) if forces else ()
-    fields.known(body, parallel(table, tools, calls))
-    wanted = fields.mapping(body, "text")
+    fields.known(body, table)
+    wanted, reasoning = fields.mapping(body, "text"), fields.mapping(body, "reasoning")
     fields.known(wanted, TEXT)
+    fields.known(reasoning, REASONING)
+    abilities.check_images(body, "input")
     instructions = body.get("instructions")
     rule(instructions is None or isinstance(instructions, str), "instructions", "must be text", instructions)
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else fields.objects(given, "input")
-    rule(bool(items), "input", "must not be empty", given)
+    stored = stored or Stored()
+    items = stored.items(body)
+    keeps = body.get("store") is None or fields.boolean(body, "store")
     return Ask(
         body=body,
         messages=[*([{"role": "system", "content": instructions}] if instructions else []), *_messages(items)],
         tools=chosen(body.get("tool_choice"), tools, forces),
         forced=calls,
         one_call=one_call(body),
-        template=fields.mapping(body, "chat_template_kwargs"),
+        template={
+            **abilities.effort(reasoning.get("effort"), "reasoning.effort"),
+            **abilities.verbosities(wanted.get("verbosity"), "text.verbosity"),
+            **fields.mapping(body, "chat_template_kwargs"),
+        },
         sampling={
             **fields.sampling(body, most=["max_output_tokens"], stop="stop"),
             **fields.schema(wanted.get("format"), "text"),
         },
         stream=fields.boolean(body, "stream"),
+        keep=functools.partial(stored.keep, items) if keeps else None,
     )
 
 
@@ -78,10 +101,7 @@ def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any, readings: Any 
     """The response; its id is the interaction's. It has no log-probabilities."""
     (x,) = done
     stream = Stream(ask, [x.id], tokenizer)
-    for text, kind in ((x.answer.reasoning, "reasoning"), (x.answer.content, "message")):
-        if text:
-            list(stream.grow(kind, text))
-    list(stream.pieces(0, x.answer.tool_calls))
+    list(stream.pieces(0, x.answer.pieces))
     return list(stream.end(done))[-1][1]["response"]
 
 
@@ -99,7 +119,7 @@ class Stream:
         self._open = ""
         self._number = 0
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, read: int = 0) -> Iterator[Event]:
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
@@ -116,7 +136,7 @@ class Stream:
         yield self._at("response.function_call_arguments.delta", delta=piece.arguments)
         yield self._at("response.function_call_arguments.done", arguments=piece.arguments)
         self._items[-1]["arguments"] = piece.arguments
-        yield from self._close()
+        yield from self._close("incomplete" if piece.cut else "completed")
 
     def grow(self, kind: str, text: str) -> Iterator[Event]:
         """Appends text to the open item; opens a new one if the open item is not of this `kind`."""
@@ -131,14 +151,16 @@ class Stream:
         yield self._at(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
 
     def finish(self, i: int, x: Interaction, reading: Any = ()) -> Iterator[Event]:
-        yield from self._close()
+        yield from self._close(_status(x))
 
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
-        yield from self._close()
         (x,) = done
-        response = self._response("completed" if x.completion.finish == "stop" else "incomplete")
+        yield from self._close(_status(x))
+        response = self._response(_status(x))
         if x.completion.finish != "stop":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._ask.keep:
+            self._ask.keep(response)
         read, sampled = len(x.prompt), len(x.completion.tokens)
         cached = x.completion.info.get("cached_tokens", 0)
         response["usage"] = {
@@ -163,7 +185,7 @@ class Stream:
         empty = {**item, "content": []} if "content" in item else dict(item)
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[Event]:
         if not self._open:
             return
         item, kind = self._items[-1], self._open
@@ -171,7 +193,7 @@ class Stream:
             (part,) = item["content"]
             yield self._at(f"response.{_TEXT[kind]}.done", content_index=0, text=part["text"], **_logprobs(kind))
             yield self._at("response.content_part.done", content_index=0, part=dict(part))
-        self._open, item["status"] = "", "completed"
+        self._open, item["status"] = "", status
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
 
     def _at(self, kind: str, **data: Any) -> Event:
@@ -196,12 +218,16 @@ class Stream:
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "text": body.get("text") or {"format": {"type": "text"}},
             "truncation": "disabled",
-            "store": False,
-            "previous_response_id": None,
+            "store": self._ask.keep is not None,
+            "previous_response_id": body.get("previous_response_id"),
             "error": None,
             "incomplete_details": None,
             "usage": None,
         }
+
+
+def _status(x: Interaction) -> str:
+    return "completed" if x.completion.finish == "stop" else "incomplete"
 
 
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -220,7 +246,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant message that the next item may belong to
     for item in items:
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         assistant = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
         complete = turn and (
             (kind == "reasoning" and (turn["content"] or turn.get("tool_calls")))

@@ -19,6 +19,8 @@ from ..request import Progress, Request
 WATCH_S = 1.0  # delay before watching for a disconnected client, which would cost a quarter of a short request
 REQUESTS, PROMPT_TOKENS = 2**14, 2**24  # most that the engine holds, running or waiting
 
+Ended = Callable[[Progress], Progress]
+
 
 class Bridge:
     """Submits requests to an engine and awaits their progress; owned by one event loop.
@@ -39,8 +41,13 @@ class Bridge:
         self._mail: collections.deque[tuple[Callable[[Progress], None], Progress]] = collections.deque()
         self._woken = False
 
-    async def finish(self, requests: Sequence[Request], gone: Callable[[], Coroutine]) -> list[Progress] | None:
+    async def finish(
+        self, requests: Sequence[Request], gone: Callable[[], Coroutine], ended: Ended | None = None
+    ) -> list[Progress] | None:
         """Waits for the last Progress of each of `requests`; aborts them and returns None if `gone()` returns first.
+
+        Args:
+          ended: called with each Progress; returns it, or one with a `finish`, which ends the request there.
 
         Raises:
           ValueError: the engine refuses one of them, and has none then.
@@ -53,7 +60,8 @@ class Bridge:
                 done.set_result(None)
 
         def take(progress: Progress) -> None:
-            last[progress.rid] = progress
+            if progress.finish:
+                last[progress.rid] = progress
             if len(last) == len(requests):
                 end()
 
@@ -63,7 +71,7 @@ class Bridge:
             watching.append(self._loop.create_task(gone()))
             watching[0].add_done_callback(end)
 
-        with self._submitted(requests, take, every=False):
+        with self._submitted(requests, take, ended, every=ended is not None):
             timer = self._loop.call_later(WATCH_S, watch)
             try:
                 await done
@@ -73,9 +81,10 @@ class Bridge:
                     task.cancel()
         return [last[request.rid] for request in requests] if len(last) == len(requests) else None
 
-    def stream(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Progress]]:
-        """Yields (index of a request, its Progress) on every update. If the caller stops early, unfinished requests are
-        aborted. A slow caller misses intermediate updates, which is harmless because each Progress is cumulative.
+    def stream(self, requests: Sequence[Request], ended: Ended | None = None) -> AsyncIterator[tuple[int, Progress]]:
+        """Yields (index of a request, its Progress) on every update; `ended` as in `finish`. If the caller stops early,
+        unfinished requests are aborted. A slow caller misses intermediate updates, which is harmless because each
+        Progress is cumulative.
 
         Raises:
           ValueError: as `finish`, before anything is iterated.
@@ -89,7 +98,7 @@ class Bridge:
             updated.set()
 
         submitted = contextlib.ExitStack()
-        submitted.enter_context(self._submitted(requests, take, every=True))
+        submitted.enter_context(self._submitted(requests, take, ended, every=True))
 
         async def news() -> AsyncIterator[tuple[int, Progress]]:
             with submitted:
@@ -117,10 +126,22 @@ class Bridge:
             raise HTTPException(503, f"{len(self.running)} requests are running or waiting; try again later")
 
     @contextlib.contextmanager
-    def _submitted(self, requests: Sequence[Request], take, every: bool) -> Iterator[None]:
+    def _submitted(self, requests: Sequence[Request], take, ended: Ended | None, every: bool) -> Iterator[None]:
+        over: set[str] = set()
+
+        def until(progress: Progress) -> None:
+            if progress.rid in over:
+                return
+            progress = ended(progress) if ended else progress
+            if progress.finish:
+                over.add(progress.rid)
+                if progress.rid in self.running:
+                    self.engine.abort(progress.rid)
+            take(progress)
+
         def on_progress(progress: Progress) -> None:  # in the engine's thread
             if every or progress.finish:
-                self._mail.append((take, progress))
+                self._mail.append((until, progress))
                 if not self._woken:
                     self._woken = True
                     with contextlib.suppress(RuntimeError):  # the loop is closed

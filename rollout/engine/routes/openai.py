@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
@@ -14,14 +15,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ...chat import fields, images, parsers, template
+from ...chat.api import abilities, chat, completions, messages, responses
 from ...chat.api import ask as asks
-from ...chat.api import chat, completions, messages, responses
 from ...chat.api.ask import Event, encoded
+from ...chat.api.stored import Stored
 from ...chat.fields import Refused, rule
+from ...chat.first_call import FirstCall
 from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text
 from ...processes.http_limits import off_loop, read_json
 from ..pictures import Placement
-from ..request import Grammar, Progress
+from ..request import Grammar, Progress, too_long
 from . import answer_grammar, request_parsing
 from .image_data import placed
 from .openai_fields import TABLES
@@ -44,6 +47,11 @@ DOCUMENTS = {  # the field with the JSON schema of an answer
     "/v1/completions": "response_format", "/v1/chat/completions": "response_format", "/v1/responses": "text",
     "/v1/messages": "output_config",
 }  # fmt: skip
+BUDGETS = "max_completion_tokens", "max_tokens", "max_output_tokens"
+PROMPTS = {
+    "/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input",
+    "/v1/messages": "messages",
+}  # fmt: skip
 CONVERSATIONS: dict[str, Any] = {
     "/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages
 }  # fmt: skip
@@ -62,6 +70,7 @@ class OpenAI:
         self.service, self._reasoning = service, reasoning
         self._decode, self._markers = parsers.decoder(service.tokenizer), parsers.special_markers(service.tokenizer)
         self._chat_template = str(getattr(service.tokenizer, "chat_template", None) or "")
+        self._stored = Stored()
         self._style = style or parsers.style_of(self._chat_template)
         added = getattr(service.tokenizer, "added_tokens_decoder", {}).items()
         self._tokens = {token.content: id for id, token in added if token.content in parsers.MARKERS}
@@ -119,16 +128,22 @@ class OpenAI:
             path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole, seen=seen
         )
         parser = functools.partial(
-            Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open"
-        )
-        samples = [Sample(request, self._decode, parser(), self._markers) for request in asked.requests]
-        return await self._answer(http, CONVERSATIONS[path], ask, asked, samples)
+            Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open",
+            one_call=ask.one_call, forced=bool(ask.forced),
+        )  # fmt: skip
+        ends = ask.one_call and ask.tools and not ask.forced
+        first = lambda stops: FirstCall(self._decode, parser(), stops) if ends else None
+        samples = [
+            Sample(request, self._decode, parser(), self._markers, first(request.sampling.stop))
+            for request in asked.requests
+        ]
+        return await self._answer(http, CONVERSATIONS[path], ask, asked, samples, one_call=bool(ends))
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
         """The number of tokens of a conversation, in Anthropic's format."""
         body = await self._body(http)
         count = functools.partial(messages.count, forces=True, processor=self.service.processor)
-        counted = await off_loop(http, count, body, self._format(), self._tokenizer(), TABLES[http.url.path])
+        counted = await off_loop(http, count, body, self._tokenizer(), TABLES[http.url.path])
         return Answer(counted)
 
     # -- the prompt ------------------------------------------------------------------------------
@@ -140,9 +155,6 @@ class OpenAI:
         if self.service.tokenizer is None:
             raise Refused("messages", "this server has no tokenizer; send token ids to /generate")
         return self.service.tokenizer
-
-    def _format(self) -> parsers.Style:
-        return STYLES[self._style or "qwen"]
 
     def _read_completions(self, body: dict) -> asks.Ask:
         given = body.get("prompt")
@@ -156,16 +168,20 @@ class OpenAI:
     def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], str, Placement | None]:
         """The request with its images read, its prompt, whether the answer has reasoning, as for `answer_grammar.of`,
         and its images with their patches."""
-        more = [fields.MOST_PROMPTS] if path == "/v1/chat/completions" else []
-        ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more, forces=True)
+        more: dict[str, Any] = {
+            "/v1/chat/completions": {"most": fields.MOST_PROMPTS},
+            "/v1/responses": {"stored": self._stored},
+        }
         tokenizer, processor = self._tokenizer(), self.service.processor
+        can = abilities.of(tokenizer, processor)
+        ask = CONVERSATIONS[path].read(body, can, TABLES[path], forces=True, **more.get(path, {}))
         ask = asks.seen(ask, processor)
-        known = self._style or not ask.tools
-        unknown = f"the format of this model's calls is not known; start the server with --style {'|'.join(STYLES)}"
-        rule(known, "tools", unknown, "no style")
         text = "".join(images.words(message.get("content")) for message in ask.messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
         prompt = asks.render(tokenizer, ask, processor=processor)
+        known = self._style or not ask.tools
+        unknown = f"the format of this model's calls is not known; start the server with --style {'|'.join(STYLES)}"
+        rule(known, "tools", unknown, "no style")
         thinks = THINK in self._chat_template and not prompt[-100:].rstrip().endswith(THOUGHT)
         reasoning = "open" if asks.opened(prompt) else "may" if thinks else ""
         tokens, seen = template.encode(tokenizer, prompt), images.of(ask.messages)
@@ -221,6 +237,10 @@ class OpenAI:
                 tuple(prompt), one, rid, inputs, top or 0, adapter=adapter, images=images.of(ask.messages)
             )
         ]
+        for n, most in {(len(request.prompt), request.sampling.max_new_tokens) for request in requests}:
+            if n + most > context:
+                field = next((name for name in BUDGETS if body.get(name) is not None and n <= context), PROMPTS[path])
+                raise Refused(field, too_long(n, most, context))
         request_parsing.check_size(requests, (top is not None,) * len(requests))
         self.service.bridge.check_room(requests)
         return Ask(
@@ -235,13 +255,17 @@ class OpenAI:
 
     # -- the answer ------------------------------------------------------------------------------
 
-    async def _answer(self, http: HTTPRequest, api: Any, ask: asks.Ask, asked: Ask, samples: list[Sample]) -> Response:
+    async def _answer(
+        self, http: HTTPRequest, api: Any, ask: asks.Ask, asked: Ask, samples: list[Sample], one_call: bool = False
+    ) -> Response:
         start = time.perf_counter()
+        named = {sample.request.rid: sample for sample in samples}
+        ended = (lambda progress: named[progress.rid].ended(progress)) if one_call else None
         if ask.stream:
-            news = self.service.bridge.stream(asked.requests)  # refuses before the first byte
+            news = self.service.bridge.stream(asked.requests, ended)  # refuses before the first byte
             events = self._events(api, ask, asked, samples, news, start)
             return StreamingResponse(events, media_type="text/event-stream")
-        done = await self.service.bridge.finish(asked.requests, disconnected(http))
+        done = await self.service.bridge.finish(asked.requests, disconnected(http), ended)
         if done is None:
             return Response(status_code=499)
         interactions = [sample.done(progress) for sample, progress in zip(samples, done, strict=True)]
@@ -254,8 +278,9 @@ class OpenAI:
             for i, choice in enumerate(answer["choices"]):
                 choice |= self._ended(done[i], ask, asked, i, start)
             meta = self.service.answer(done[0], asked, 0, start)["meta_info"]
-            names = ("weight_version", "weight_versions")[: 1 + asked.single]
-            answer["metadata"] = {name: meta[name] for name in names}
+            answer["metadata"] = {"weight_version": meta["weight_version"]}
+            if asked.single:  # clients expect texts
+                answer["metadata"]["weight_versions"] = json.dumps(meta["weight_versions"])
         return Answer(answer)
 
     async def _events(
@@ -267,7 +292,7 @@ class OpenAI:
         begun: set[int] = set()
         done: dict[int, Any] = {}
         async for i, progress in news:
-            made: list[Event] = [] if begun else list(stream.begin())
+            made: list[Event] = [] if begun else list(stream.begin(progress.prompt_tokens))
             if i not in begun and ask.body.get("echo"):
                 shown = completions.echoed(ask, asked.requests[i].prompt, self.service.tokenizer)
                 made += stream.pieces(i, [Text("content", shown)], samples[i].inputs(progress))

@@ -44,13 +44,11 @@ CHAT: Table = {
     "separate_reasoning": Refusal("start the server with --no-reasoning", (True,)),
     "stream_reasoning": Refusal("reasoning is streamed as it comes", (True,)),
 }
-RESPONSES: Table = {**responses.FIELDS, "store": STORE}
+RESPONSES: Table = responses.FIELDS
 MESSAGES: Table = messages.FIELDS
 COUNT: Table = {
     **MESSAGES,
-    **dict.fromkeys(
-        ("stream", "stop_sequences", "max_tokens", "temperature", "top_p", "top_k", "output_config"), NO_EFFECT
-    ),
+    **dict.fromkeys(("stream", "stop_sequences", "max_tokens", "temperature", "top_p", "top_k"), NO_EFFECT),
 }
 TABLES: dict[str, Table] = {
     "/v1/completions": COMPLETIONS,

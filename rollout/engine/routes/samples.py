@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from ...chat.api.logprobs import Reading
 from ...chat.detokenizer import Reader
+from ...chat.first_call import FirstCall
 from ...chat.parsers import Parser, Piece, Text, collect
 from ...chat.trajectory import Interaction
 from ...types import Completion
@@ -19,6 +21,7 @@ class Sample:
       decode: converts token ids to text.
       parser: of its text; None = all of it is content.
       markers: tokens that `decode` shows and the engine's own text lacks.
+      first: finds the first call, which ends the sample; None = nothing does but the engine.
     """
 
     def __init__(
@@ -27,12 +30,26 @@ class Sample:
         decode: Callable[[list[int]], str],
         parser: Parser | None = None,
         markers: frozenset[int] = frozenset(),
+        first: FirstCall | None = None,
     ):
-        self.request, self._parser, self._markers = request, parser, markers
+        self.request, self._parser, self._markers, self._first = request, parser, markers, first
+        self._called = False  # a call has ended it
         self._reader = Reader(decode, request.sampling.stop)
         self._read = 0  # tokens
         self._pieces: list[Piece] = []
         self._text: str | None = None  # once it is complete
+
+    def ended(self, progress: Progress) -> Progress:
+        """The progress; if a call ends the sample in it, that up to there, finished."""
+        end = self._first.end(progress.tokens) if self._first else None
+        if end is None:
+            return progress
+        self._called = True
+        return dataclasses.replace(
+            progress, tokens=progress.tokens[:end], logp=progress.logp[:end], top=progress.top[:end],
+            versions=[(version, a, min(b, end)) for version, a, b in progress.versions if a < end],
+            routed=progress.routed[: end - 1], finish={"type": "stop", "matched": None},
+        )  # fmt: skip
 
     def news(self, progress: Progress) -> Iterator[tuple[list[Piece], Reading]]:
         """(the pieces that it completes, its log-probabilities) for each new token."""
@@ -84,13 +101,14 @@ class Sample:
 
     def _end(self, progress: Progress) -> list[Piece]:
         assert progress.finish
-        if self._markers.isdisjoint(progress.tokens):  # the engine's thread has done the work
+        if self._markers.isdisjoint(progress.tokens) and not self._called:  # the engine's thread has done the work
             self._text = progress.decoded or ""
             rest = self._reader.rest(self._text)
         else:
-            self._text, rest = self._reader.finish(progress.tokens, progress.finish["type"] == "stop")
+            stopped = progress.finish["type"] == "stop" and not self._called
+            self._text, rest = self._reader.finish(progress.tokens, stopped)
         pieces = self._take(rest)
-        held = self._parser.finish() if self._parser else []
+        held = self._parser.finish(cut=progress.finish["type"] == "length") if self._parser else []
         self._pieces += held
         return pieces + held
 

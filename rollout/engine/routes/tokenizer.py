@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...chat import fields, images
-from ...chat.api import chat, openai
+from ...chat.api import abilities, chat, openai
 from ...chat.api.ask import Ask, render, seen
 from ...chat.fields import Refusal, Refused, Table, rule
 from ...processes.http_limits import off_loop, read_json
@@ -20,12 +20,11 @@ from .service import Service
 TOKENIZE: Table = fields.table(
     [
         "prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_special_tokens",
-        "add_generation_prompt",
+        "add_generation_prompt", "reasoning_effort",
     ],
     ["model"],
     {
         "continue_final_message": Refusal("an answer is a new message", (False,)),
-        "reasoning_effort": Refusal("give the chat template's own variable in chat_template_kwargs"),
         "return_token_strs": Refusal("ask /detokenize for each", (False,)),
     },
 )  # fmt: skip
@@ -73,14 +72,17 @@ class Tokenizer:
         return ids[0] if isinstance(prompt, str) else ids
 
     def _conversation(self, body: dict[str, Any], tokenizer: Any) -> list[int]:
-        messages, processor = openai.messages(body), self.service.processor
+        processor = self.service.processor
+        can = abilities.of(tokenizer, processor)
+        can.check_images(body, "messages")
+        messages = openai.messages(body)
         text = "".join(images.words(message.get("content")) for message in messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
         asked = Ask(
             body=body,
             messages=messages,
             tools=chat.chosen(body.get("tool_choice"), chat.tools(body), forces=True),
-            template=fields.mapping(body, "chat_template_kwargs"),
+            template=chat.variables(body, can),
         )
         ask = seen(asked, processor)
         ends = fields.boolean({"add_generation_prompt": True, **body}, "add_generation_prompt")

@@ -1,0 +1,73 @@
+"""The latest responses of `/v1/responses`, which later requests continue by the ids of responses and of their items."""
+
+from __future__ import annotations
+
+import collections
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..fields import Refused, objects, rule
+
+RESPONSES, CHARACTERS = 1024, 2**26  # most that are kept
+ADVICE = "send the whole conversation as input, with store: false"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The items of a response: those it continued, and its own; with the characters of their JSON."""
+
+    read: Sequence[Mapping[str, Any]]
+    written: Sequence[Mapping[str, Any]]
+    size: int
+
+
+class Stored:
+    """Responses for the requests of one key, those kept last; for any thread."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[str, Kept] = collections.OrderedDict()
+        self._items: dict[str, Mapping[str, Any]] = {}
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def items(self, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The items of a request's input, behind those of the response that it continues, without references.
+
+        Raises:
+          Refused: the input is neither a text nor a list of objects, or names what is not kept.
+        """
+        given, before = body.get("input"), body.get("previous_response_id")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
+        rule(bool(items), "input", "must not be empty", given)
+        with self._lock:
+            found = [self._found(item) if item.get("type") == "item_reference" else item for item in items]
+            if before is None:
+                return found
+            kept = self._kept.get(before) if isinstance(before, str) else None
+        if kept is None:
+            raise Refused("previous_response_id", f"no such response is kept, got {before!r:.80}; {ADVICE}")
+        return [*kept.read, *kept.written, *found]
+
+    def _found(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
+        id = reference.get("id")
+        item = self._items.get(id) if isinstance(id, str) else None
+        if item is None:
+            raise Refused("input", f"no item with the id {id!r:.80} is kept; {ADVICE}")
+        return item
+
+    def keep(self, read: Sequence[Mapping[str, Any]], response: Mapping[str, Any]) -> None:
+        """Keeps a response, which read these items; drops the oldest ones where there are too many."""
+        written = response["output"]
+        made = Kept(read, written, len(json.dumps([*read, *written])))
+        with self._lock:
+            self._kept[response["id"]] = made
+            self._items |= {item["id"]: item for item in written}
+            self._size += made.size
+            while len(self._kept) > RESPONSES or self._size > CHARACTERS:
+                _, oldest = self._kept.popitem(last=False)
+                self._size -= oldest.size
+                for item in oldest.written:
+                    del self._items[item["id"]]
