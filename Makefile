@@ -24,7 +24,9 @@ three = -n 3 --dist worksteal# on two cores: a sixth of the time, tests wait for
 fast = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
   --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 # Collects only files that have the mark: importing all of them takes longer than some marks' tests.
-marked = -m $(1) $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
+# What the mark `wide` has moved out of another mark's target runs in `make test-wide`.
+marked = -m "$(1)$(if $(filter wide,$(1)),, and not wide)" \
+  $(shell grep -rlE --include='test_*.py' 'mark\.$(if $(filter slow wide,$(1)),($(1)|sweep),$(1))\b' tests)
 # Tests of commands, of packaged files, and of processes that start the installed copy.
 installed = package adapters_cli adapters_data_chat_sft adapters_report_build recipes_sft rollout_loop rollout_rewards rollout_sandbox_remote
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -76,7 +78,7 @@ demo-holds: $(runtime) ## check the last demo and its controls against docs/demo
 
 .PHONY: test
 test: export XLA_FLAGS += $(fast)
-test: $(dev) ## run the tests, about 15 minutes on two cores
+test: $(dev) ## run the core of every part's tests, a few minutes on two cores
 	$(py) -m pytest -q $(three)
 
 .PHONY: test-docs
@@ -98,7 +100,7 @@ $(site)/.done: tests/docs_site/requirements.txt
 
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
-test-slow: $(dev) ## test algorithms of every kind from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
+test-slow: $(dev) ## run the tests that take more than half a second: recipes, resumes, algorithms of every kind, TRL and PEFT
 	$(py) -m pytest -q $(call marked,slow) $(three)
 
 .PHONY: test-mesh
@@ -118,6 +120,9 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	-$(py) -m pytest -q -m "" -k "$(family_tests)" $(both) --junitxml=.cache/families.xml \
 	  tests/test_models_parity.py tests/test_rollout_engine_programs_decode.py tests/test_parallel_mesh.py tests/test_adapters_peft.py
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
+
+.PHONY: test-all
+test-all: test test-slow test-mesh test-wide test-kernels test-docs test-wheel test-clients test-sglang ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)

@@ -5,6 +5,7 @@ The environment is set before JAX and torch load, and child processes inherit it
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import itertools
@@ -89,6 +90,23 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 10, 10)
 
 
+TIERS = {"slow", "mesh", "wide", "kernel", "learning", "agents", "docs", "gpu", "tpu"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects
+def pytest_collection_modifyitems(items):
+    """Of a test marked `sweep`, leaves the first case where it is, and moves the others one tier down: from `make test`
+    to `slow`, from any other to `wide`."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            marks = {mark.name for mark in item.iter_markers()} & TIERS
+            case = item.path, item.originalname, frozenset(marks)
+            if case in seen:
+                item.add_marker("wide" if marks else "slow")
+            seen.add(case)
+
+
 def pytest_runtest_setup(item):
     """Skips tests of an accelerator that JAX does not have here."""
     for platform in ("gpu", "tpu"):
@@ -97,13 +115,16 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file, unloads the compiled programs before they crash the process: each has about four
-    memory mappings, of which Linux allows 65,530."""
-    mapped = Path("/proc/self/maps")
-    if nextitem is not None and nextitem.path != item.path and mapped.exists():
-        if mapped.read_bytes().count(b"\n") > 40_000:
+def pytest_runtest_teardown(item):
+    """Unloads the compiled programs once the process holds 1.5 GB: each keeps megabytes, and four of the 65,530 memory
+    mappings that Linux allows. Those that later tests need are read from the cache on disk."""
+    memory = Path("/proc/self/statm")
+    if memory.exists():
+        _, resident, shared, *_ = map(int, memory.read_bytes().split())
+        if (resident - shared) * os.sysconf("SC_PAGE_SIZE") > 1.5e9:
             jax.clear_caches()
+            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # else glibc keeps what was freed
+                libc.malloc_trim(0)
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ def test_a_stopped_run_says_how_it_goes_on(capsys, tmp_path):
     assert capsys.readouterr().err.endswith("own.py: stopped after 3 steps; the same command goes on\n")
 
 
+@pytest.mark.slow
 def test_a_command_without_torch_prints_no_advice_of_transformers(model, tmp_path):
     program = (
         "import sys, importlib.util; find = importlib.util.find_spec\n"

@@ -41,6 +41,7 @@ def written(config, path):
         return str(path / run_dir.CONFIG)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*losses.POLICIES, *losses.PREFERENCES])
 def test_the_saved_config_of_a_run_gives_the_same_options(tmp_path, name):
     recipe = grpo if name in losses.POLICIES else preference

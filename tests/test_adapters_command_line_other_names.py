@@ -48,6 +48,8 @@ def test_every_name_of_the_tables_is_answered():
                 assert any(answer and answer.endswith(text) for answer in answers), name
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("recipe", "words", "wanted"),
     [
@@ -80,6 +82,7 @@ def test_a_recipes_own_option_of_that_name_is_no_alias():
     assert other_names.renamed("lr", {"sft-lr"}) == "lr"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [

@@ -37,6 +37,8 @@ def test_a_good_checkpoint(saved):
 NO_ROPE = dict(attention_bias=True, no_rope_layers=[1, 0], pad_token_id=0, bos_token_id=1)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "options"), [("mixtral", {}), ("gemma2", {}), ("smollm3", NO_ROPE)])
 def test_gradients_that_are_not_in_torch_as_in_the_files(family, options, tmp_path):
     """Other names than the checkpoint's, a padding token whose embedding has none, keys' biases without positions."""
@@ -47,6 +49,8 @@ def test_gradients_that_are_not_in_torch_as_in_the_files(family, options, tmp_pa
     assert report["worst_gradient"] in safetensors.read(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, bias", [("qwen2", True), ("gemma2", False)])
 def test_the_scores_of_a_classifier(family, bias, tmp_path, capsys):
     config = tiny_families.config(family, pad_token_id=0)
@@ -70,6 +74,7 @@ def test_tensors_with_non_finite_values_are_named(saved):
     assert report["manifest"] == "none"
 
 
+@pytest.mark.slow
 def test_a_model_with_different_outputs_fails_the_check(saved, monkeypatch):
     """A config.json that we misread and transformers does not: here, with another RoPE base."""
     honest = hf.read_config

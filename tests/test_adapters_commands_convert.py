@@ -41,6 +41,7 @@ def same(one, other):
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, dtype", [("phi3", "float32"), ("qwen3_moe", "bfloat16")])
 def test_merged_adapters_are_those_of_training(family, dtype, tmp_path):
     base, config = saved(tmp_path / "base", family, dtype=dtype)

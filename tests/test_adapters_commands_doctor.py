@@ -58,6 +58,7 @@ def broken(lines):
     return [line.removeprefix("broken ") for line in lines if line.startswith("broken ")]
 
 
+@pytest.mark.slow
 def test_a_gpu_beside_a_jax_that_has_only_the_cpu(tmp_path):
     code, lines = run(path=program(tmp_path / "bin", SMI.format(driver="580.65.06")), HF_TOKEN="hf_very_secret")
     assert broken(lines) == [
@@ -70,6 +71,7 @@ def test_a_gpu_beside_a_jax_that_has_only_the_cpu(tmp_path):
     assert not any("secret" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_too_old(tmp_path):
     code, lines = run(
         path=program(tmp_path / "bin", SMI.format(driver="550.54.15")),
@@ -82,6 +84,7 @@ def test_a_driver_that_is_too_old(tmp_path):
     assert code == 1
 
 
+@pytest.mark.slow
 def test_packages_that_are_missing(tmp_path):
     """An extra is a note. Without packages of its own it still runs, and other commands say what to do."""
     site = tmp_path / "site"

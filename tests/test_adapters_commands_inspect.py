@@ -68,6 +68,7 @@ def test_how_far_a_model_can_be_split(family, tp, tmp_path):
         assert gate["count"] == 8 * (config.layers - len(config.dense_layers))
 
 
+@pytest.mark.slow
 def test_whether_a_model_reads_images(tmp_path):
     model = tmp_path / "model"
     demo_vision.write(model, "a", side=24, seed=0)

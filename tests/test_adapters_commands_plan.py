@@ -73,6 +73,7 @@ def test_json_holds_the_same_figures_as_the_text(capsys, model):
     assert report["devices"] == 4 and "agrees" not in report
 
 
+@pytest.mark.slow
 def test_rl_plans_include_generation_and_scoring(capsys, model):
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
     report = json.loads(run(capsys, "grpo", *options, "--json"))
@@ -99,6 +100,7 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     assert half["microbatches"] == whole["microbatches"] / 2 == 1
 
 
+@pytest.mark.slow
 def test_prompts_of_groups_are_computed_once_with_trie_auto(capsys, model):
     """The speed counts the samples' tokens; a plan with tries off names the option where it is faster."""
     options = ["--model", model, "--length", 4096, "--rows", 8, "--groups", 64, "--group-size", 16, "--chip", "h100"]
@@ -117,6 +119,8 @@ def test_prompts_of_groups_are_computed_once_with_trie_auto(capsys, model):
     assert "faster with --trie auto" in run(capsys, "grpo", *known, "--trie", "off")
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("more, reason", [
     ([], "a row of 64 tokens holds one sample of 64; --sample-tokens says how long they are"),
     (["--sample-tokens", 20, "--sampling.max-new-tokens", 18],
@@ -132,6 +136,8 @@ def test_a_plan_says_why_it_has_no_tries(capsys, model, more, reason):
     assert auto | {"shared": ""} == off
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "rewardmodel"])
 def test_a_plan_of_data_that_it_has_not_seen_says_that_nothing_is_shared(capsys, model, recipe):
     options = [recipe, "--model", model, "--length", 64]
@@ -141,6 +147,7 @@ def test_a_plan_of_data_that_it_has_not_seen_says_that_nothing_is_shared(capsys,
     assert "--trie auto: planned without tries, because --run.cp ring cannot split tries" in refused
 
 
+@pytest.mark.slow
 def test_a_servers_layer_for_multi_token_prediction_is_counted(capsys, tmp_path):
     """Its weights twice, with those of the next version, and its keys and values; with drafts only."""
     config = tiny_families.config("glm4_moe", num_nextn_predict_layers=1, torch_dtype="bfloat16")
@@ -187,6 +194,8 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][2]["model_type"] in models.FAMILIES])
 def test_published_models_have_the_published_sizes(capsys, tmp_path, name):
     """Plans of config.json alone. Weights agree within 1 %; active ones when rounded as published, for which GLM leaves
@@ -205,6 +214,7 @@ def test_published_models_have_the_published_sizes(capsys, tmp_path, name):
     assert round((figures["active_params"] - head) / 1e9, int(isinstance(active, float))) == active
 
 
+@pytest.mark.slow
 def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys, tmp_path):
     """DeepSeek-V3: 512 + 64 numbers a token and layer, which the embedded engine keeps as keys, and 512 as values.
     Qwen3.5-9B: eight layers of four with keys and values, and in the others states of 32 heads of 128 x 128, and three
@@ -226,6 +236,8 @@ def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys
     assert found["recurrence_flops"]["value"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family, options",
     [
@@ -241,6 +253,7 @@ def test_absurd_models_are_planned_in_seconds_without_arrays(capsys, tmp_path, f
     assert re.search("fits?[ :].* usable on one h100", said) and time.process_time() - began < 20
 
 
+@pytest.mark.slow
 def test_servers_on_the_trainers_device_count(capsys, model):
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
     huge = ["--serve.slots", 1 << 20, "--serve.context", 1 << 20]
@@ -266,6 +279,7 @@ def test_what_a_server_would_refuse_is_not_planned(capsys, model, options, words
     assert words in run(capsys, "grpo", "--model", model, "--length", 64, *options, code=2)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_servers_devices_and_says_when_generation_is_what_takes_long(capsys, model):
     options = ["--model", model, "--mesh.fsdp", 4, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 64]
     last = lambda *more: run(capsys, "grpo", *options, *more).splitlines()[-3:-1]
@@ -281,6 +295,7 @@ def test_a_plan_counts_the_servers_devices_and_says_when_generation_is_what_take
     assert "in all" not in run(capsys, "sft", "--model", model, "--length", 64)
 
 
+@pytest.mark.slow
 def test_a_server_over_chips_has_parts_of_weights_and_caches(capsys, tmp_path):
     """And a server that does not fit one chip is split; with heads of keys and values for one, each has them."""
     options = ["--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
@@ -329,6 +344,7 @@ def test_a_recipe_given_by_path(capsys, model, tmp_path):
     assert "got no minibatches" in run(capsys, some, "--model", model, code=2)
 
 
+@pytest.mark.slow
 def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsys, model):
     """Three microbatches of four rows hold the twelve full-length sequences of six pairs."""
     options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6, "--run.dtype", "float32"]
@@ -342,6 +358,7 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
     assert figures["logits_bytes"]["value"] == 0  # a scalar head in place of the output head
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options, line",
     [
@@ -378,6 +395,7 @@ def test_a_plan_needs_a_recipe_and_a_model(capsys, tmp_path):
     assert "needs config.json" in run(capsys, "sft", "--model", tmp_path, code=2)
 
 
+@pytest.mark.slow
 def test_the_check_compiles_the_real_step(capsys, model):
     options = ["--model", model, "--mesh.fsdp", 2, "--length", 32, "--rows", 2, "--batch", 2, "--check"]
     report = json.loads(run(capsys, "sft", *options, "--json"))
@@ -398,6 +416,7 @@ def test_the_guide_shows_what_the_command_prints(capsys, tmp_path, monkeypatch):
     assert run(capsys, *words) == printed
 
 
+@pytest.mark.slow
 def test_the_guide_explains_every_figure(capsys, model):
     layouts = [["--mesh.dp", 2, "--mesh.fsdp", 2, "--mesh.tp", 2]]
     layouts += [["--mesh.cp", 2, "--run.cp", how] for how in ("gather", "ulysses", "ring")]
@@ -410,6 +429,7 @@ def test_the_guide_explains_every_figure(capsys, model):
     assert "ep_gather_bytes" in GUIDE and "compiled_argument_bytes" in GUIDE
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_suggests_what_would(capsys, model):
     big = ["--model", model, "--length", 1 << 20, "--rows", 1 << 14]
     *_, verdict, remedy = run(capsys, "sft", *big, code=1).splitlines()
@@ -417,6 +437,7 @@ def test_a_plan_that_does_not_fit_suggests_what_would(capsys, model):
     assert re.fullmatch(r"fits with --rows \d+.*", remedy)
 
 
+@pytest.mark.slow
 def test_what_a_plan_suggests_fits_and_is_faster(capsys, tmp_path):
     """Qwen3-8B on one H100: a set of options that save memory, or more devices; on eight, a larger microbatch."""
     (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.S).group(1))
@@ -438,6 +459,7 @@ def test_what_a_plan_suggests_fits_and_is_faster(capsys, tmp_path):
     assert after > before
 
 
+@pytest.mark.slow
 def test_a_plan_suggests_what_the_memory_guide_has(capsys, tmp_path):
     """Adapters of Qwen3-8B: their base in 8 or 4 bits; on narrower devices, weights in bf16 as the last resort."""
     (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.S).group(1))
@@ -453,6 +475,7 @@ def test_a_plan_suggests_what_the_memory_guide_has(capsys, tmp_path):
     report(*options, *narrow.split(), code=0)
 
 
+@pytest.mark.slow
 def test_a_critic_and_a_teacher_count(capsys, model):
     """Their weights, and what they compute; a teacher on servers costs the trainer the arrays in the batch alone."""
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
@@ -474,6 +497,7 @@ def test_a_critic_and_a_teacher_count(capsys, model):
     assert "name --teacher, a directory, or --teachers" in run(capsys, "distill", "--model", model, code=2)
 
 
+@pytest.mark.slow
 def test_suggestions_fit_and_are_ranked(capsys, tmp_path):
     """Qwen3-8B on 16 H100: with the options of the first line, the plan says what the line says."""
     (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.S).group(1))
@@ -489,6 +513,7 @@ def test_suggestions_fit_and_are_ranked(capsys, tmp_path):
     assert "does not fit on 2 x v5e with any mesh" in text and text.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_suggestions_say_what_they_try_and_simulate_no_eta_that_cannot_be_faster(capsys, model, monkeypatch):
     """Into a pipe a line before each stage. A batch takes as long as the trainer trains and publishes, at least."""
     seen, real = {}, suggest.simulate.simulate
@@ -520,6 +545,7 @@ def test_the_suggested_launch_has_all_devices_in_processes_of_equal_size(devices
     assert suggest._launch(one, CHIPS["h100"]) == f"areax launch {words} --servers 4 -- train ..."
 
 
+@pytest.mark.slow
 def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 2, "--group-size", 2]
     report = json.loads(run(capsys, "grpo", *options, "--suggest", "--devices", 4, "--json"))

@@ -99,6 +99,7 @@ def test_deep_images_keep_their_upper_bits():
         images.read(encoded(PIL.Image.fromarray(ramp.astype(np.float32)), "TIFF"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Pillow
 def test_damaged_files_are_one_error():
     turned = PIL.Image.fromarray(pixels(9, 7)).getexif()

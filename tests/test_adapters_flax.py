@@ -40,6 +40,7 @@ SEGMENTS = {"segment_BT": np.tile(np.repeat(np.int32([1, 2]), 6), (2, 1))}
 POSITIONS = {"position_BT": np.tile(np.arange(12), (2, 1))}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family, more", [("qwen2", {}), ("qwen3", {}), ("qwen3", SEGMENTS), ("qwen3", SEGMENTS | POSITIONS)]
 )
@@ -50,6 +51,7 @@ def test_outputs_equal_those_of_the_functions(family, more):
     assert np.array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_the_functions():
     config, params = made()
     got = gradient(adapter.Model(config, params))
@@ -82,6 +84,7 @@ def test_an_nnx_optimiser_trains_it():
     assert jax.tree.all(jax.tree.map(np.array_equal, params, start))  # our own arrays are unchanged
 
 
+@pytest.mark.slow
 def test_steps_of_an_nnx_optimiser_equal_those_of_areax():
     """Three steps of AdamW with clipping, on packed samples: the same optax chain, the same losses and weights."""
     config, params = made()
@@ -123,6 +126,7 @@ def test_linen_gives_the_same_bits(more):
     assert np.array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_linen_draws_parameters_and_refuses_others():
     config, params = made()
     module = adapter.LinenModel(config)

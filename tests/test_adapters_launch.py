@@ -482,6 +482,7 @@ def job_id():
     raise AssertionError("no ports are free")
 
 
+@pytest.mark.slow
 def test_a_batch_script_under_bash(place, tmp_path):
     """Two servers share a node, one of them is killed; two trainer processes have a node each, and exit with code 5."""
     nodes = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]

@@ -166,6 +166,7 @@ def stand_in(data, folder):
 IMAGE = ["--kubernetes.image", "registry/areax:1"]
 
 
+@pytest.mark.slow
 def test_pods_of_a_jobset(data, tmp_path, capsys):
     """Two trainer pods wait for two server pods with stagers beside, and get their addresses and keys."""
     documents = written(
@@ -199,6 +200,7 @@ def test_pods_of_a_jobset(data, tmp_path, capsys):
     assert images == {"server": "other", "stager": "registry/areax:1", "trainer": "registry/areax:1"}
 
 
+@pytest.mark.slow
 def test_a_plain_job_trains_in_two_pods(data, tmp_path, capsys):
     """Two processes of real training; what Kubernetes does not start again is bad input."""
     out = tmp_path / "out"
@@ -403,6 +405,7 @@ def free_base():
             return base
 
 
+@pytest.mark.slow
 def test_nodes_of_a_task(data, tmp_path, capsys):
     """Two trainer processes on two nodes, two servers on a third, one of which is killed."""
     [task] = written(
@@ -452,6 +455,7 @@ def test_one_node_with_servers_and_trainers(data, tmp_path, capsys):
     assert told[0]["stagers"] == [] and all(gone(pid) for _, _, pid, _ in said_in(tmp_path))
 
 
+@pytest.mark.slow
 def test_nodes_pass_sigterm_on_and_a_server_that_cannot_start_ends_its_node(data, tmp_path, capsys):
     words = ["--servers", 1, "--server.command", "false {port}", "--"]
     words += ["train", data / "recipe.py", "--out", tmp_path, "--published", "w"]

@@ -58,6 +58,7 @@ def test_a_state_of_another_structure_is_refused(tmp_path):
             store.restore(fresh(width=5))
 
 
+@pytest.mark.slow
 def test_a_state_saved_on_one_mesh_is_the_same_on_any_other(tmp_path):
     """Weights, moments and counters, bit for bit, after a step that changed them all."""
     hf = dict(
@@ -121,6 +122,7 @@ def damaged(file, at, how):
         file.unlink()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_any_damage_to_the_newest_state_falls_back_to_the_one_before(two_states, tmp_path, caplog, how):
     """Every file that is written for a state, each at three places."""
@@ -216,6 +218,7 @@ def test_older_states_stay_until_a_newer_one_is_complete(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_is_one_line(tmp_path):
     """What the disk refuses comes from Orbax's threads, which log it with tracebacks, too."""
     program = """

@@ -159,6 +159,7 @@ SAVED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", SAVED)
 def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
@@ -229,6 +230,7 @@ def trained(family, options):
     return model
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
@@ -242,6 +244,7 @@ def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
     assert np.abs(ours(config, params) - logits).max() > 0.1 * np.abs(logits).max()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "phi3", "qwen3_next"])
 def test_gradients_equal_those_of_torch(family, base, tmp_path):
@@ -318,6 +321,7 @@ def rewrite(path, tensors):
     safetensors.write_file(path / "adapter_model.safetensors", entries, tensors.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("targets", [("q", "v", "up"), ("k",), ("gate", "up", "o")], ids=str)
 def test_some_parts_of_fused_modules_have_adapters(targets, base, tmp_path):
     """The others add nothing; the file is as in the form by hand, and read back as it was."""
@@ -410,6 +414,7 @@ def test_fused_adapters_that_were_trained_on_elsewhere(base, tmp_path):
     same(theirs(peft.PeftModel.from_pretrained(torch_model("phi3"), tmp_path)), logits)
 
 
+@pytest.mark.slow
 def test_published_adapters_of_fused_modules_have_one_rank(base, tmp_path):
     """Servers have no ranks by module; the adapters are still the same function, in PEFT and here."""
     import peft

@@ -118,6 +118,8 @@ def test_mxfp4_is_the_product_of_code_and_power_of_two():
             assert np.array_equal(lazy[slice(1, 3), cut, rows], wanted[1:3, cut, rows])
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name in COMMON else pytest.mark.mesh) for name in (*FAMILIES, "gpt_oss")],
@@ -134,6 +136,7 @@ def test_a_quantised_checkpoint_is_read_as_its_numbers_in_bfloat16(pairs, family
     assert {x.dtype for x in jax.tree.leaves(hf.load(coded, None)[1])} <= {BF16, np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 def test_the_host_holds_a_piece_of_a_large_leaf(tmp_path, monkeypatch):
     source = original(tmp_path / "source", model_type="qwen3", hidden_size=256, intermediate_size=2048)
     for path in quantise.in_fp8(source, tmp_path / "coded", matrices):
@@ -170,6 +173,7 @@ EVEN = {  # sizes that blocks of 8 divide: transformers derives blocks from the 
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family",
     [
@@ -189,6 +193,7 @@ def test_the_numbers_are_those_of_transformers(family, tmp_path):
     assert equal(half(params), half(theirs))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_logits_are_those_of_the_numbers(pairs, family):
@@ -199,6 +204,7 @@ def test_logits_are_those_of_the_numbers(pairs, family):
     assert np.array_equal(*logits) and logits[0].std() > 0.3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_each_device_of_a_mesh_dequantises_its_shard(pairs, family, monkeypatch):
     coded, plain = pairs[family]
@@ -272,6 +278,7 @@ def compressed(strategy, **weights):
     }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
 def test_compressed_tensors_are_read_as_they_are_decompressed(strategy, dtype, tmp_path):

@@ -45,6 +45,7 @@ def softmax(x):
     return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "problem, function",
     [
@@ -63,6 +64,7 @@ def test_a_classifier_rewards_with_the_probability_of_a_label(tmp_path, problem,
             np.testing.assert_allclose(reward(text, ROW), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_token_classifier_with_one_label_rewards_with_its_score(tmp_path):
     path = classifier(tmp_path, models.ScoreHead(1, bias=True))
     reward = reward_model.load(path)
@@ -71,6 +73,8 @@ def test_a_token_classifier_with_one_label_rewards_with_its_score(tmp_path):
         np.testing.assert_allclose(reward(text, ROW), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("marker", [None, "\n", "<|extra_0|>"])
 def test_a_process_reward_model_judges_each_step(tmp_path, marker):
     """At the last token of the marker behind each step; the ends are those of the steps in the text."""

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # What JAX loads when it compiles a triangular solve on the CPU.
 PROGRAM = """
 import os, sys
@@ -17,6 +19,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
+@pytest.mark.slow
 def test_triangular_systems_are_solved_in_one_thread():
     def started(*args, **more):
         environ = {name: x for name, x in os.environ.items() if not name.endswith("NUM_THREADS")} | more

@@ -17,6 +17,7 @@ print(jax.jit(lambda x: x + 1)(1))
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "given, where",
     [
@@ -50,6 +51,7 @@ def test_programs_run_without_a_home_directory(monkeypatch, caplog):
     assert record.getMessage().startswith("compilation cache disabled: there is no home directory; ")
 
 
+@pytest.mark.slow
 def test_programs_run_without_a_writable_cache_directory(tmp_path):
     (tmp_path / "file").write_text("")
     environ = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}

@@ -105,6 +105,8 @@ COMMANDS = {
 ROW = {"prompt": "1+1", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.wide] * (name == "dpo")) for name in COMMANDS  # the recipe of rewardmodel
 ])  # fmt: skip
@@ -196,6 +198,7 @@ def answering(model, name=NAME):
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_cached_is_downloaded_once(model, tmp_path):
     with answering(model) as (url, asked):
         environment = {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
@@ -210,6 +213,7 @@ def test_a_model_that_is_not_cached_is_downloaded_once(model, tmp_path):
         assert any("model.safetensors" in path for path in asked)
 
 
+@pytest.mark.slow
 def test_a_model_with_pickles_alone_is_one_line(model, tmp_path):
     shutil.copytree(model, tmp_path / "old")
     (tmp_path / "old/model.safetensors").rename(tmp_path / "old/pytorch_model.bin")
@@ -221,6 +225,7 @@ def test_a_model_with_pickles_alone_is_one_line(model, tmp_path):
     assert not any(path.endswith(".bin") for path in asked)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_nowhere_is_one_line_within_seconds(model, tmp_path):
     with answering(model) as (url, _):
         began = time.monotonic()

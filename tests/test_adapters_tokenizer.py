@@ -193,6 +193,7 @@ def test_a_damaged_config_is_named(tmp_path):
         tokenizers.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_runs_in_a_notebook_load_their_tokenizers_at_the_same_time(tmp_path):
     tokenizers.save(tokenizers.byte_level(), tmp_path)
     program = (

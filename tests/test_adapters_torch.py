@@ -44,6 +44,7 @@ def test_modules_and_parameters_give_the_same_logits(tied):
     assert np.abs(got - wanted).max() <= 1e-4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_round_trip(tied, dtype):

@@ -68,6 +68,7 @@ def kinds(model):
     ]
 
 
+@pytest.mark.slow
 def test_a_loop_of_torch_has_the_losses_of_areax(place, wanted):
     model, got = Model(*hf.load(place / "model")), []
     optimizer = torch.optim.AdamW(kinds(model), lr=RATE, betas=(0.9, 0.95))
@@ -103,6 +104,7 @@ def train(model, path, samples, resume=None, **changes):
     return trainer, [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_trainer_has_the_losses_of_areax_and_resumes(place, wanted, tmp_path):
     new, rows = lambda: Model(*hf.load(place / "model")), samples(place)
     trainer, got = train(new(), tmp_path, rows)
@@ -118,6 +120,7 @@ def test_a_trainer_has_the_losses_of_areax_and_resumes(place, wanted, tmp_path):
     assert predicted.predictions.shape == (3, LENGTH, trainer.model.settings.vocab)
 
 
+@pytest.mark.slow
 def test_a_trainer_treats_it_as_a_model_of_transformers(place, tmp_path):
     """Plain rows, whose first tokens have labels too."""
     tokens = np.random.default_rng(0).integers(4, 16, (16, 12))
@@ -130,6 +133,7 @@ def test_a_trainer_treats_it_as_a_model_of_transformers(place, tmp_path):
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_have_every_sample_once_and_learn_its_mask(place):
     made = samples(place)[:BATCH]
     batch = {name: x.numpy() for name, x in packed(made).items()}

@@ -76,6 +76,7 @@ def assert_equal_gradients(ours, theirs):
         assert (got[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [name for name in tiny_families.FAMILIES if name != "kimi_k2"])
 def test_names_are_those_of_transformers_and_weights_go_both_ways(family):
     config = tiny_families.config(family)
@@ -93,6 +94,7 @@ def test_names_are_those_of_transformers_and_weights_go_both_ways(family):
         assert named[0].keys() == named[1].keys()
 
 
+@pytest.mark.sweep
 def test_state_dicts_are_interchangeable(pair, tmp_path):
     ours, theirs = pair
     other = copy.deepcopy(theirs)
@@ -107,6 +109,8 @@ def test_state_dicts_are_interchangeable(pair, tmp_path):
     assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in read.state_dict().items())
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_losses_and_gradients_are_those_of_transformers(pair):
     ours, theirs = pair
     labels = IDS.masked_fill(torch.arange(T) < 4, -100)
@@ -145,6 +149,7 @@ def test_padding_changes_nothing(left):
     assert_close(ours(**padded).loss, alone.loss, 1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["segments", "positions"])
 def test_packed_rows_are_separate_sequences(how):
     ours, theirs = loaded(), transformer("qwen3")
@@ -164,6 +169,8 @@ def test_packed_rows_are_separate_sequences(how):
     assert_close(ours(row, labels=labels, **more).loss, mean, 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("labelled", [False, True])
 def test_gradcheck(more, labelled):
@@ -193,6 +200,7 @@ def kept_by(model):
     return loss, [tuple(x.shape) for x in kept if x.data_ptr() not in weights]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_rematerialisation_changes_only_what_is_kept(remat):
     model, theirs = loaded(remat=remat), transformer("qwen3")
@@ -205,6 +213,7 @@ def test_rematerialisation_changes_only_what_is_kept(remat):
     assert_equal_gradients(model, theirs)
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_not_differentiated():
     model, theirs = loaded("glm4_moe"), transformer("glm4_moe")
     inputs = (2, 2, T, 16)  # of the layers with experts
@@ -260,6 +269,7 @@ def test_weights_are_shared_with_jax():
     assert torch.equal(model(IDS).logits, wanted)  # what torch owns is not donated
 
 
+@pytest.mark.slow
 def test_an_optimiser_changes_what_areax_computes_and_saves(tmp_path):
     model = loaded()
     before = model(IDS).logits.detach()
@@ -324,6 +334,7 @@ def test_a_graph_is_freed_unless_it_is_retained():
         model(IDS, labels=IDS).loss.backward(create_graph=True)
 
 
+@pytest.mark.slow
 def test_weights_that_moved_are_copied_or_placed_again():
     model = loaded()
     wanted = model(IDS).logits
@@ -399,6 +410,7 @@ def test_torch_can_compute_again_what_a_backward_pass_needs():
     assert_close(model.get_parameter(QUERY).grad, theirs.get_parameter(QUERY).grad)
 
 
+@pytest.mark.slow
 def test_it_runs_compiled_pickled_and_without_autograd(tmp_path):
     model = loaded()
     wanted = model(IDS).logits

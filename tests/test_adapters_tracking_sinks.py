@@ -257,6 +257,7 @@ def test_prometheus_listens_on_loopback_only():
     endpoint.close()
 
 
+@pytest.mark.slow
 def test_wandb_resumes_its_run_or_starts_a_new_one_if_lines_were_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -166,6 +166,7 @@ def run(*words, **environ):
     return subprocess.run([*COMMAND, *words], env=os.environ | environ, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_nothing_runs(tmp_path):
     done = run("--out", str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (1, "") and not (tmp_path / "out").exists()

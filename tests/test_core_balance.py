@@ -83,6 +83,7 @@ def test_the_load_balancing_loss_of_uniform_routing_is_top_k():
     np.testing.assert_allclose(by_transformers(everyone), K, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_auxiliary_losses_match_the_papers():
     """Term by term against float64 sums over what the router of each layer saw."""
     data = rows()
@@ -106,6 +107,7 @@ def test_the_auxiliary_losses_match_the_papers():
     np.testing.assert_allclose([told["expert_idle"], told["expert_idle_max"]], [idle.mean(), idle.max()], atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_auxiliary_losses_do_not_depend_on_the_microbatching():
     """One microbatch or several: the same loss, metrics and gradients."""
     data, out = rows(), []
@@ -161,6 +163,7 @@ def test_the_router_bias_affects_only_which_experts_are_chosen():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.sampled_from([2, 5, 12]).flatmap(lambda n: st.lists(st.integers(0, 1 << 20), min_size=n, max_size=n)))
 def test_the_sign_of_the_bias_update_is_exact(load):
     """That of float64, also where an expert has the mean load."""
@@ -186,6 +189,7 @@ def moved(state):
     return [np.asarray(stack["router_bias"]) for stack in state.params["stacks"] if "router" in stack]
 
 
+@pytest.mark.slow
 def test_the_bias_moves_by_the_load_of_a_whole_batch():
     """However it is split into microbatches and padded: by the choices of each sequence alone. Not with 0, and not by a
     step that is skipped."""
@@ -208,6 +212,7 @@ def test_the_bias_moves_by_the_load_of_a_whole_batch():
     assert balance.adjust(balance.Balance(load=1.0))(PARAMS, {}) is PARAMS
 
 
+@pytest.mark.slow
 def test_router_bias_updates_balance_the_load():
     """Weights at rest and a bias that moves: the load becomes even; the optimiser and the gradient leave it alone."""
     state = step.init(jax.tree.map(jnp.copy, BIASED), REST)
@@ -221,6 +226,7 @@ def test_router_bias_updates_balance_the_load():
         balance.update_biases(PARAMS, {"load": jnp.zeros((L, E))}, 0.1)
 
 
+@pytest.mark.slow
 def test_a_router_bias_in_a_table():
     """As a family declares it: fp32 in a model of any dtype and in its files, without moments, moved by the load
     alone."""

@@ -53,6 +53,7 @@ def gmpo(gap, adv, low, high):
     return adv * torch.where(adv >= 0, torch.minimum(gap, bounded), torch.maximum(gap, bounded)).exp()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("low, high", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.28), (0.2, 0.28)])
 @pytest.mark.parametrize("surrogate, theirs", [("clip", ppo), ("clip_cov", ppo), ("geometric", gmpo)])
 def test_fresh_tokens_have_their_whole_gradient_whatever_the_bounds(surrogate, theirs, low, high):
@@ -90,6 +91,7 @@ def test_a_cap_or_a_dual_clip_passes_the_gradient_at_its_bound():
         assert [float(jax.grad(gain)(x)) for x in (2.9, cap, 3.1)] == [-1, -1, 0]
 
 
+@pytest.mark.slow
 def test_a_critics_clip_passes_the_gradient_at_its_bound():
     """1/2 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), the value having moved by the clip range."""
     before, target = np.zeros((1, 4)), np.array([[1.0, 1.0, -1.0, 0.25]])

@@ -70,6 +70,7 @@ def objective(spec):
 RAW = dict(mean="none", std="none")  # rewards are the advantages
 
 
+@pytest.mark.slow
 def test_normalised_weights_of_sequences_count_once_per_token():
     how = dict(level="sequence", cap=float("inf"), normalise=True)
     spec = losses.REINFORCE(advantage=RAW, correction=how)
@@ -80,6 +81,7 @@ def test_normalised_weights_of_sequences_count_once_per_token():
         np.testing.assert_allclose(got, one / mean / 2, rtol=1e-6)  # 2 sequences
 
 
+@pytest.mark.slow
 def test_normalised_weights_count_as_0_where_they_are_out_of_bounds():
     how = dict(low=0.9, cap=1.2, normalise=True)
     _, _, weight = objective(losses.REINFORCE(advantage=RAW, correction=how))
@@ -89,6 +91,7 @@ def test_normalised_weights_count_as_0_where_they_are_out_of_bounds():
     np.testing.assert_allclose(np.concatenate(weight), w / w.mean() / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_weights_of_gmpo_are_outside_its_geometric_mean(masked):
     """GMPO's formula for each sequence, times the mean of its tokens' w; a masked token stays in the geometric mean."""
@@ -107,6 +110,7 @@ def test_the_weights_of_gmpo_are_outside_its_geometric_mean(masked):
     assert not masked or not all(map(all, kept))
 
 
+@pytest.mark.slow
 def test_m2po_may_leave_no_token():
     """Where the smallest squared log ratio, 0.05^2, is above the bound; with all tokens left the gradient is not 0."""
     at = lambda bound: objective(losses.M2PO(advantage=RAW, correction=dict(second_moment=bound)))

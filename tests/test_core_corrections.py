@@ -44,6 +44,7 @@ def kept(correction, log_ratio, reward=1.0, order=None, rows=4):
 LOW, HIGH, E = 0.6, 1.7, 1e-6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "statistic, over",
     [
@@ -65,6 +66,7 @@ def test_a_mask_flips_at_its_bound_on_the_ratio(statistic, over):
         assert tokens == ([True, inside, True] if over == "token" else [inside] * 3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_bound_on_the_weight_acts_on_its_own_side(level):
     make = lambda r: [np.log(r)] * 3 if level == "geometric" else [0.0, np.log(r), 0.0]
@@ -83,6 +85,7 @@ def test_veto_and_drift_flip_at_their_bounds():
     assert kept(dict(drift=0.1), far, reward=1.0) == [[True] * 3] * 3 + [[True] * 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.01, 0.04, 0.2, 1.0])
 def test_the_second_moment_keeps_the_largest_set_within_its_bound(bound):
     """No set of more tokens has a mean of squares within the bound; microbatches and order do not matter."""

@@ -84,6 +84,7 @@ DIVERGENCES = [("forward", 0.5), ("reverse", 0.5), ("js", 0.1), ("js", 0.5), ("j
 CASES = [(*how, (1.0, 0.5, 2.0)[(i + t) % 3]) for i, how in enumerate(DIVERGENCES) for t in range(3)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind, beta, temperature", thinned(CASES, 3, pytest.mark.slow))
 def test_divergences_match_the_papers(wide, kind, beta, temperature):
     student, teachers = both()
@@ -149,6 +150,7 @@ def test_fp32_keeps_its_precision_where_probabilities_underflow():
             assert np.isfinite(x).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind, beta, theirs", [("forward", 0.5, 0.0), ("js", 0.3, 0.3), ("reverse", 0.5, 1.0)])
@@ -182,6 +184,7 @@ def hidden(A=37, D=8, E=12, V=23, seed=0):
     return draw(A, D), draw(V, D), draw(A, E), draw(V, E), jnp.asarray(rng.integers(0, V, A))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [losses.Distill("js"), losses.Distill("reverse", top_k=5, temperature=2.0)])
 def test_the_loss_does_not_depend_on_the_chunk_size(wide, objective):
@@ -288,6 +291,7 @@ def one_device():
     return sgd_step(samples(), SPEC)
 
 
+@pytest.mark.slow
 def test_a_step_averages_the_divergence_over_tokens():
     """Each sequence alone, through plain forward passes of both models; what is padded behind it changes nothing."""
     (config, params), (its, weights) = STUDENT(), TEACHER()
@@ -313,6 +317,7 @@ def test_a_step_averages_the_divergence_over_tokens():
         np.testing.assert_allclose(b - a, g, atol=1e-5 * float(np.abs(g).max()) + 2e-7)
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_packing_order_or_microbatching():
     shuffled = [samples()[i] for i in np.random.default_rng(1).permutation(len(samples()))]
     same(sgd_step(shuffled, SPEC, rows=1), one_device())
@@ -326,6 +331,7 @@ def extras(K=0, objective=SPEC, its=None, weights=None):
     return np.asarray(jax.jit(score)(params, batch, *teachers).extra["divergence"])[batch.mask_BT]
 
 
+@pytest.mark.slow
 def test_a_served_teacher_equals_a_local_one():
     """The whole vocabulary named; and fewer tokens, taken here or brought along."""
     np.testing.assert_allclose(extras(64, replace(SPEC, top_k=64)), extras(0, SPEC, *TEACHER()), atol=1e-5)
@@ -335,6 +341,7 @@ def test_a_served_teacher_equals_a_local_one():
         extras()
 
 
+@pytest.mark.slow
 def test_a_teacher_may_have_more_entries_but_not_fewer():
     """Its first ones are compared; so do families whose larger models pad the vocabulary further."""
     its, weights = TEACHER()
@@ -353,6 +360,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_loss_is_the_same_on_a_mesh(layout):
@@ -360,6 +368,7 @@ def test_the_loss_is_the_same_on_a_mesh(layout):
     same(sgd_step(samples(), SPEC, layout=SIZES[layout], run=run), one_device())
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_teacher_log_probabilities_stay_with_their_tokens_when_packed(layout):
@@ -379,6 +388,7 @@ def scored(batch, **changes):
     return types.SimpleNamespace(logp_BT=-draw(), entropy_BT=draw(), extra=extra)
 
 
+@pytest.mark.slow
 def test_tokens_with_non_finite_teacher_values_are_masked_and_counted():
     data = samples(5)
     ids, logp = data[0].arrays["teacher_ids"], data[0].arrays["teacher_logp"][1].copy()
@@ -398,6 +408,7 @@ def test_tokens_with_non_finite_teacher_values_are_masked_and_counted():
     assert jnp.isfinite(made["divergence"]).all()
 
 
+@pytest.mark.slow
 def test_a_non_finite_student_gives_a_non_finite_loss():
     """On a token that is learnt; on others nothing is read."""
     batch = jax.tree.map(jnp.asarray, packing.pack(samples(), LENGTH, rows=8))

@@ -71,6 +71,7 @@ def forward(theta):
     return np.exp(theta) / np.exp(theta).sum() - REF
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "estimator, ratio, theta, wanted",
     [
@@ -87,6 +88,7 @@ def test_expected_gradients_by_enumeration(estimator, ratio, theta, wanted):
     np.testing.assert_allclose(got, wanted(theta), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_without_a_ratio_nothing_is_the_reverse_kl_off_policy():
     """Which is what `ratio` is for."""
     with jax.enable_x64(True):

@@ -23,6 +23,7 @@ def data(A=37, D=16, V=101, seed=0):
     return hidden, head, rng.integers(0, V, A).astype(np.int32)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("chunk", [None, 8, 37, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, "each"])
 def test_matches_float64(chunk, temperature):
@@ -54,6 +55,7 @@ def test_gradients_equal_those_of_full_logits():
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_small_gradients_survive_half_precision():
     """Of a mean over a million tokens; fp16 has no room for what most logits get of it."""
     hidden, head, target = data(A=64, D=64, V=512)
@@ -88,6 +90,7 @@ def test_memory_is_bounded_by_the_chunk_size():
     assert temporaries(64) < 0.3 * full < temporaries(A)
 
 
+@pytest.mark.slow
 def test_bf16_hidden_gives_an_fp32_head_gradient():
     hidden, head, target = data(A=512)
     loss = lambda w, h: jnp.sum(logprobs.from_hidden(h, w, target, chunk=16)[0])

@@ -44,6 +44,8 @@ TOLERANCES = {"bfloat16": 0.01, "float8": 0.12}
 BOTH = "adamw", "muon"  # and of the others one, of which each keeps one moment
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, state", [
     pytest.param(name, state, marks=[pytest.mark.wide] * (name not in BOTH and state == "bfloat16"))
     for name in ("adamw", "muon", "lion", "sgd")
@@ -59,6 +61,7 @@ def test_weights_follow_those_of_fp32_moments(name, state):
         assert abs(float(jnp.mean(a - b))) < 0.01 * way  # no drift
 
 
+@pytest.mark.slow
 def test_8_bits_are_a_code_in_the_weights_shape_and_a_scale_per_128_entries():
     held = steps("float8")[1]
     [adam] = [x for x in jax.tree.leaves(held, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(x, "nu")]
@@ -89,6 +92,7 @@ def test_encoding_is_right_on_average_and_never_zero_where_a_step_divides_by_it(
     assert np.all(got[:, 0, 0] == 0) and np.all(got[:, squares > 0] > 0)
 
 
+@pytest.mark.slow
 def test_a_mesh_rounds_as_one_device_does():
     """Scales are split like their weights, where the devices divide their number."""
     optimizer = optim.make_optimizer(optim.Optimizer(lr=1e-2, clip=0, state="float8"), TABLE)

@@ -165,12 +165,14 @@ def by_loops(name):
     return param.tree_map(one, TABLE, WEIGHTS, *GRADS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_match_the_paper(name):
     got, _ = ran(spec(name))
     close(got[-1], by_loops(name), WEIGHTS, 1e-4 if name == "muon" else 1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
 def test_three_steps_match_torch(name):
     """Torch's Muon iterates in bfloat16."""
@@ -199,6 +201,7 @@ def test_three_steps_match_torch(name):
         close(of(got[-1]), out, of(WEIGHTS), 2e-2 if name == "muon" else 1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_a_stack_is_updated_like_its_separate_matrices(name):
@@ -218,6 +221,7 @@ def test_a_stack_is_updated_like_its_separate_matrices(name):
     close(nested(together[-1]), alone[-1], nested(WEIGHTS), 3e-6)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_muon_matches_optax():
     """Later ones correct the bias of its momentum, which the paper's do not; and experts are gathered there."""
     numbers = lambda leaf: optax.contrib.MuonDimensionNumbers(-1, -2) if leaf.shape[-2:] != (1, 8) else None
@@ -230,6 +234,7 @@ def test_the_first_step_of_muon_matches_optax():
     close(of(got[1]), optax.apply_updates(of(WEIGHTS), updates), of(WEIGHTS), 1e-5)
 
 
+@pytest.mark.slow
 def test_muon_updates_have_singular_values_near_one():
     rng = np.random.default_rng(0)
     u, v = (np.linalg.qr(rng.normal(size=(n, 12)))[0] for n in (12, 40))
@@ -255,6 +260,7 @@ def test_the_default_equals_optax_adamw_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name, named",
     list(zip(NAMES, [("matrix", "embedding"), ("norm",), ("bias", "embedding"), ("matrix", "norm"), ()], strict=True)),
@@ -272,6 +278,7 @@ def test_weight_decay_applies_only_to_the_named_kinds(name, named):
         np.testing.assert_allclose(a, (1 - share) * b, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_global_norm_is_clipped():
     norm = float(optax.tree.norm(GRADS[0]))
     for clip, scale in ((0.5, 0.5 / norm), (2 * norm, 1), (0, 1)):
@@ -290,6 +297,7 @@ def test_schedules():
         optim.schedule(optim.Optimizer(schedule="cosine"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_a_vision_tower_has_a_learning_rate_of_its_own(name):
     """Its steps are those of a model of its own; the text model's stay as they are."""
@@ -304,6 +312,8 @@ def test_a_vision_tower_has_a_learning_rate_of_its_own(name):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_frozen_weights_do_not_change_or_enter_the_norm(name):
     """Neither does their gradient, in the norm that is clipped, nor are there moments of them."""
@@ -369,6 +379,7 @@ def quadratic(params, batch):
     return SimpleNamespace(value=sum(jax.tree.leaves(squares)), aux={})
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_is_sharded_like_the_weights(name, tmp_path):

@@ -64,6 +64,7 @@ def equal(got, wanted):
 # -- one tensor ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_put_together_are_the_tensor(form):
     shape, parts = FORMS[form]
@@ -155,6 +156,7 @@ def test_loaded_leaves_are_what_they_are_by_hand(tmp_path, dtype):
     assert equal(params, wanted({name: cast(name, x) for name, x in tensors.items()}))
 
 
+@pytest.mark.slow
 def test_each_device_of_a_mesh_reads_its_shard(tmp_path):
     tensors = fused.tensors()
     on = mesh.make(mesh.Layout(fsdp=2, tp=4))
@@ -282,6 +284,7 @@ def test_fp32_weights_of_a_bf16_model_stay_so_on_every_way(tmp_path):
 # -- adapters ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapters_of_parts_change_the_tensor_as_their_fused_form_does(tmp_path):
     """By slices and stripes: W + scale B A of the file is the merged checkpoint; and the file is read back."""
     config, params = hf.load(write(tmp_path / "m", fused.tensors()))

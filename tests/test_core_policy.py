@@ -295,6 +295,7 @@ def case():
         return Case(samples())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*PRESETS, *thinned(VARIANTS, 3, pytest.mark.slow)])
 def test_value_and_gradient_match_the_papers(name, case):
     slopes = compare(case, EVERY[name])
@@ -312,6 +313,7 @@ def packings():
         return Case(order), Case(order, 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", thinned(EVERY, 5, pytest.mark.wide))
 def test_the_loss_does_not_depend_on_microbatching_rows_or_order(name, case, packings):
     """The sum over microbatches of any packing of any order is the same, and so are the metrics."""
@@ -327,6 +329,7 @@ def test_the_loss_does_not_depend_on_microbatching_rows_or_order(name, case, pac
             np.testing.assert_allclose(told[1][key], value, rtol=1e-5, atol=1e-8, err_msg=key)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.sampled_from([name for name in EVERY if name not in OF_A_MICROBATCH]),
@@ -346,6 +349,8 @@ def test_any_rows_in_any_packing(name, seed):
         np.testing.assert_allclose(theirs[at], mine[i], rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PRESETS)
 def test_at_ratio_1_every_gradient_equals_reinforce(name, case):
     spec, at_one = PRESETS[name], same_policies(case)
@@ -393,6 +398,7 @@ NON_FINITE = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, what", thinned(NON_FINITE, 2, pytest.mark.slow))
 def test_non_finite_inputs_are_masked_and_counted(name, what, case):
     """Tokens that are not finite are taken out, by loops too; junk off the mask is never seen."""
@@ -413,6 +419,7 @@ def test_non_finite_inputs_are_masked_and_counted(name, what, case):
     np.testing.assert_allclose(report["unusable_fraction"], taken / sum(map(len, learnt)), rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_current_policy_that_is_not_finite_is_not_hidden(name, case):
     spec, ready = PRESETS[name], case.prepare(PRESETS[name])
@@ -438,6 +445,7 @@ KINDS = ["no tokens", "groups of one", "equal rewards", "all unscorable"]
 NOTHING = [(name, KINDS[(i + k) % 4]) for i, name in enumerate(PRESETS) for k in range(4)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, kind", thinned(NOTHING, 4, pytest.mark.wide))
 def test_nothing_to_learn_is_finite(name, kind):
     spec = PRESETS[name]
@@ -448,6 +456,7 @@ def test_nothing_to_learn_is_finite(name, kind):
         assert not np.any(slopes[0])
 
 
+@pytest.mark.slow
 def test_limits(case):
     """Bounds far away are no bounds; a coefficient of 0 is no term."""
     far = dict(clip_low=1.0, clip_high=1e9)
@@ -475,12 +484,14 @@ def test_limits(case):
         np.testing.assert_allclose(a, b, atol=1e-12)  # phi(1) = 1
 
 
+@pytest.mark.slow
 def test_gae_with_a_zero_critic_equals_the_returns(case):
     blank = case.but(values=[0 * v for v in case.values])
     a, b = blank.prepare(losses.PPO(advantage=dict(lam=1.0))), blank.prepare(losses.ReinforcePlusPlus())
     np.testing.assert_allclose(a.adv_BT, b.adv_BT, atol=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "M2PO", "KLCov", "PPO", "normalised", "teacher", "drift"])
 def test_weights_and_proximal_policy_carry_no_gradient(name, case):
     now, entropy = case.put("now")[0], case.put("entropy")[0]
@@ -544,6 +555,7 @@ def test_vespo_weights_vanish_for_far_off_policy_sequences(case):
         np.testing.assert_allclose(case.own(slopes[0])[0], 0, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_is_a_surrogate(case):
     """Used without a name, each surrogate gives what it gives by its name; it reads any option, with any ratio."""
     for name, options in (("clip", dict(dual_clip=3.0, ratio="sequence")), ("sapo", dict(tau_pos=2.0)), ("score", {})):

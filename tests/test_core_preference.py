@@ -172,6 +172,7 @@ def of_pair(spec, chosen, rejected):
     return link + spec.sft_coef * nll
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", thinned(EVERY, 2, pytest.mark.slow))
 def test_pairwise_value_and_gradient_match_the_papers(name):
     spec = EVERY[name]
@@ -187,6 +188,7 @@ def test_pairwise_value_and_gradient_match_the_papers(name):
     assert report["left_out"] == 0
 
 
+@pytest.mark.slow
 def test_metrics_are_means_over_pairs():
     spec = losses.DPO(beta=0.5)
     rows = [s.replace(weight=1.0) for s in samples(spec)]
@@ -277,6 +279,7 @@ TRL_DPO = {  # ours: TRL's loss types
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRL_DPO)
 def test_pairwise_losses_match_trl(name, trl):
@@ -306,6 +309,7 @@ def test_pairwise_losses_match_trl(name, trl):
             np.testing.assert_allclose(report[mine], told[f"rewards/{other}"], rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SimPO", "smoothed SimPO", "ORPO"])
 def test_reference_free_losses_match_trl(name, trl):
@@ -355,6 +359,7 @@ def test_kto_matches_trl(trl):
     assert report["kl_baseline"] > 0
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["RewardModel", "margins", "centred"])
 def test_reward_model_losses_match_trl(name, trl):
@@ -380,6 +385,7 @@ def test_reward_model_losses_match_trl(name, trl):
 # -- properties ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", thinned(EVERY, 2, pytest.mark.slow))
 def test_the_loss_does_not_depend_on_order_packing_padding_or_microbatching(name):
     spec = EVERY[name]
@@ -397,6 +403,7 @@ def test_the_loss_does_not_depend_on_order_packing_padding_or_microbatching(name
             np.testing.assert_allclose(told[key], report[key], rtol=1e-4, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PAIRED)
 def test_masked_tokens_do_not_matter(name):
     """NaN off the mask, and in values that are not of the last token, reach neither loss nor gradient."""
@@ -411,6 +418,7 @@ def test_masked_tokens_do_not_matter(name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name, p in PAIRWISE.items() if not p.sft_coef and not p.gamma])
 def test_swapped_sides_swap_the_gradient(name):
     """Where the score is equal on both sides, a swap turns every slope round."""
@@ -422,6 +430,7 @@ def test_swapped_sides_swap_the_gradient(name):
     assert np.abs(first).max() > 1e-3
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 99))
 def test_exactly_one_of_a_pair_and_its_mirror_is_ranked_correctly(seed):
@@ -434,6 +443,7 @@ def test_exactly_one_of_a_pair_and_its_mirror_is_ranked_correctly(seed):
         np.testing.assert_allclose(told["reward_chosen"], mirror["reward_rejected"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_limits():
     rows = [s.replace(weight=1.0) for s in samples(losses.DPO())]
     even = [saying(s, "ref", said(s, "now")) for s in rows]  # the policy is the reference
@@ -503,6 +513,7 @@ def test_completions_that_kto_cannot_learn_from():
             assert not gradient["now"][bad].any()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", EVERY)
 def test_nothing_to_learn_is_finite(name):
     spec = EVERY[name]

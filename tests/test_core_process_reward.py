@@ -44,6 +44,7 @@ def trl(scores):
     return sum(losses) / len(losses), sum(right) / len(right)
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_trl_however_it_is_packed():
     packed, spec = batch(), ProcessReward(labels=Y)
     M = packed.token_BT.shape[0]

@@ -41,6 +41,7 @@ def test_the_levels_of_nf4_are_those_of_the_paper():
     np.testing.assert_allclose(quantised.NF4, levels, atol=2e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", SPECS)
 def test_each_entry_becomes_the_nearest_number_of_its_block(kind):
     """Beside brute force over all codes, in float64."""
@@ -72,6 +73,7 @@ def batch(on):
     return losses.SFT().prepare(batches.batch(packing.pack(made, 36, rows=4), on))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.mesh)])
 def test_adapters_over_a_quantised_base_score_as_over_the_numbers_it_stands_for(kind):
     """The score, and the gradient of the adapters."""
@@ -88,6 +90,7 @@ def test_adapters_over_a_quantised_base_score_as_over_the_numbers_it_stands_for(
         np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_mesh_gathers_codes(kind):
@@ -107,6 +110,7 @@ def test_a_mesh_gathers_codes(kind):
     np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_export_has_the_numbers_that_were_trained_over(tmp_path):
     """Merged with its adapters, a model scores as in training; alone, the base is what its codes stand for."""
     spec = SPECS["nf4"]

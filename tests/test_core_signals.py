@@ -29,6 +29,7 @@ def merged(parts):
     return signals.finalize_metrics(metrics.merge_trees(first, second))
 
 
+@pytest.mark.slow
 def test_agreement(tokens):
     told = merged([signals.agreement(*(x[m] for x in tokens), 2) for m in range(2)])
     prox, sampler, mask, segment = (np.asarray(x, np.float64 if x.dtype == jnp.float32 else None) for x in tokens)
@@ -71,6 +72,7 @@ def test_effective_sequences(tokens):
     np.testing.assert_allclose(told["share"], np.mean(found), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_entropy_is_split_by_advantage_and_has_quantiles():
     entropy = jnp.asarray(np.random.default_rng(0).uniform(0.1, 3, (4, 200)), jnp.float32)
     adv = jnp.where(entropy > 1, 1.0, -1.0)
@@ -85,6 +87,7 @@ def test_entropy_is_split_by_advantage_and_has_quantiles():
     assert told["ratio_min"] == told["ratio_max"] == 1
 
 
+@pytest.mark.slow
 def test_explained_variance():
     """Also of returns that differ little beside their mean, where squares would cancel; merged over microbatches."""
     rng = np.random.default_rng(0)
@@ -102,6 +105,7 @@ def test_explained_variance():
         np.testing.assert_allclose(merged(parts)["explained_variance"], wanted, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean, spread", [(-1.5, 0.6), (-0.7, 1e-3), (-2e-3, 1e-4), (-12.0, 0.5)])
 def test_the_correlation_of_probabilities_does_not_cancel(mean, spread):
     """Against 64 bits, over three microbatches of unequal sizes: where all tokens are equally sure, and where rare."""
@@ -117,12 +121,14 @@ def test_the_correlation_of_probabilities_does_not_cancel(mean, spread):
     np.testing.assert_allclose(told["prob_pearson"], wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_constant_has_no_correlation():
     same = jnp.full((1, 37), -0.3)
     report = signals.agreement(same, same, jnp.ones(same.shape, bool), jnp.ones(same.shape, int), 1)
     assert "prob_pearson" not in signals.finalize_metrics(report)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0, 3, 29]), st.floats(-1e3, 1e3), st.booleans())
 def test_merged_moments_equal_those_of_the_whole(seed, cut, mean, masked):

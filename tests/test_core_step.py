@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import tiny
 
 from areax import models
@@ -91,6 +92,7 @@ def test_packed_rows_equal_separate_rows():
         np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()))
 
 
+@pytest.mark.slow
 def test_the_state_is_donated():
     state = fresh(ADAM)
     compiled = STEP.lower(state, ready(24)).compile()
@@ -98,6 +100,7 @@ def test_the_state_is_donated():
     assert compiled.memory_analysis().alias_size_in_bytes >= held
 
 
+@pytest.mark.slow
 def test_more_microbatches_do_not_recompile():
     fn, state = step.make_step(SCORE, OBJECTIVE, ADAM), fresh(ADAM)
     for n in (22, 24, 26):
@@ -139,6 +142,7 @@ ACCUMULATE = {objective: step.make_accumulate(SCORE, objective) for objective in
 APPLY = step.make_apply(partial(optim.adamw, TABLE))
 
 
+@pytest.mark.slow
 def test_gradient_and_update_apart_equal_the_fused_step():
     """The same sums, bit for bit; the same update but for the rounding of 1 - b1 and 1 - b2."""
     hyper = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1, clip=0.5)
@@ -160,6 +164,7 @@ def test_gradient_and_update_apart_equal_the_fused_step():
 RATIO = ("update_ratio", "update_ratio_max")  # has the rounding of the update
 
 
+@pytest.mark.slow
 def test_sums_add_up_over_calls():
     """Batches of several calls give the update of one call with all of them; another learning rate compiles nothing."""
     data = rows(24)
@@ -197,6 +202,7 @@ def test_float64_weights_have_float64_sums():
     np.testing.assert_allclose(metrics.to_dict(report)["loss"], w**3 * tokens, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_not_finite_is_not_applied():
     batch, before = ready(24), jax.tree.map(np.asarray, fresh(optim.adamw(TABLE)))
     broken = batch.replace(weight_BT=batch.weight_BT * jnp.inf)
@@ -206,6 +212,7 @@ def test_a_sum_that_is_not_finite_is_not_applied():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_mesh_keeps_the_shardings_and_the_numbers():
     data, hyper = rows(24), optim.AdamW(lr=1e-2, clip=0.0)
     _, _, wanted, _ = split([SUM.prepare(packing.pack(data, 40, rows=8))], hyper, SUM)

@@ -229,6 +229,8 @@ def test_a_common_header_does_not_tie_groups_together():
     assert int(packing.used(batch)) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("align", [1, 4])
 def test_one_group_of_equal_samples_does_not_lengthen_all_rows(align):
     """All rows have room for as many tokens as the fullest: its trie is cut, for less than a quarter more places."""
@@ -286,6 +288,7 @@ def test_bad_input_gives_the_errors_of_pack():
         packing.pack_tries([make(0, range(5), rng)], 32, align=0)
 
 
+@pytest.mark.slow
 def test_values_move_as_in_loops_over_tokens():
     rng = np.random.default_rng(3)
     samples = branching(12, rng)

@@ -111,6 +111,7 @@ def policy(preset, *, advantage=None, **changes):
 GSPO = dict(clip_low=0.05, clip_high=0.1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "theirs, spec",
     [
@@ -163,6 +164,7 @@ def test_the_loss_matches_trl_rloo():
     same(trl("RLOOTrainer", others, low=0.4, high=0.5), spec)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.12])
 def test_off_policy_sequence_masking_matches_trl(threshold):
     """TRL compares the current policy with the one that sampled; here that before the update, made the same."""

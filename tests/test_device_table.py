@@ -40,6 +40,7 @@ def test_readme_has_the_speeds_of_the_page(file):
             assert cell == " / ".join(wanted), (name, chip)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 def test_the_page_is_what_the_planner_says(tmp_path, name):
     """The options of one cell of each model, on another chip for each."""

@@ -34,6 +34,7 @@ def topr(monkeypatch):
     return losses.POLICIES["TOPR"]
 
 
+@pytest.mark.slow
 def test_the_algorithm_of_the_guide_equals_the_paper(topr, monkeypatch):
     monkeypatch.setitem(policies.EVERY, "TOPR", topr())
     monkeypatch.setitem(policies.PRESETS, "TOPR", topr())
@@ -58,6 +59,7 @@ def test_an_option_that_the_entry_does_not_name_is_refused(topr):
         topr(clip_low=0.1)
 
 
+@pytest.mark.slow
 def test_the_function_is_used_without_an_entry(topr):
     case = policies.Case(policies.samples())
     exec(BLOCKS[0], space := dict(vars(surrogates)))

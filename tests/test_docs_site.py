@@ -84,6 +84,7 @@ def options_of_help(prog, capsys):
     return set(OPTION.findall(capsys.readouterr().out))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name not in ("train", "plan")])
 def test_a_page_names_every_option_of_its_command(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
@@ -108,6 +109,7 @@ def is_switched_off(option):
     return option.rpartition(".")[2].startswith("no-")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("recipe", cli.RECIPES)
 def test_a_page_names_every_option_of_its_recipe(recipe):
     page = options.pages()[f"train-{recipe}.md"]

@@ -72,6 +72,7 @@ def test_files_and_tests_of_a_section_exist_and_import_the_library(library):
     assert missing == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("library", [name for name in SECTIONS if name in ("flax", "orbax-checkpoint", "torch", "ray")])
 def test_no_file_of_the_package_that_imports_it_is_missing(library):
     """Of libraries with few files; jax, optax and transformers name those that break first."""

@@ -70,6 +70,7 @@ def test_lm_eval_scores_equal_those_of_transformers(tmp_path):
     assert 0.5 <= there["plain"]["continue"]["score"] < 1 and 0 < there["plain"]["choose"]["score"] < 1
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "task"), [("local-chat-completions", "continue"), ("local-completions", "choose")])
 def test_the_commands_of_the_guide_evaluate_a_server(tmp_path, model, task):

@@ -297,6 +297,7 @@ MOST = Pattern(window=300, scale=0.3, softcap=20.0)
 SINKS = np.zeros(N, np.float32)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "H, V, pattern, sinks_N",
     [
@@ -309,6 +310,7 @@ def test_splash_lowers_for_tpus(H, V, pattern, sinks_N):
     assert lowered(causal, "tpu", H, V=V) == ["tpu_custom_call"] * 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "H, V, dtype, pattern, sinks_N",
     [
@@ -340,6 +342,7 @@ def lowered_over_cp(kernel, method, platform, length):
     return [name for name in re.findall(r"custom_call @([\w.$]+)", text) if "triton" in name or "tpu" in name]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method, kernels", [("gather", 3), ("ring", 9)])
 def test_triton_lowers_for_gpus_with_positions_over_devices(method, kernels, monkeypatch):
     """In a ring, the device's own block and one of each other kind, forward and twice backward."""
@@ -348,6 +351,8 @@ def test_triton_lowers_for_gpus_with_positions_over_devices(method, kernels, mon
     assert calls == ["__gpu$xla.gpu.triton"] * kernels and len(verified) == kernels
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("length", [1024, 4096])  # all keys; those within the window
 def test_splash_lowers_for_tpus_with_positions_over_devices(length):
     assert lowered_over_cp(splash.causal, "gather", "tpu", length) == ["tpu_custom_call"] * 3
@@ -456,6 +461,7 @@ def test_a_run_says_which():
             forward("cudnn", "gather")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern, sinks_N, V, words",
     [

@@ -59,12 +59,15 @@ def check(segment_BT, elsewhere=False, V=H, sinks=False, **pattern):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=2, max_size=2))
 def test_a_token_sees_its_own_sequence_up_to_itself(lengths):
     check(rows(*lengths))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("elsewhere, near", [(False, (2, 4)), (True, (2, 4)), (False, ())])
 def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsewhere, near):
@@ -87,6 +90,7 @@ def test_chunks_of_a_run_look_back_no_further_than_they_need():
     assert reaches(5) == [[None]] * 2 + [[4]] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -103,6 +107,8 @@ def test_runs_of_keys_at_their_limits(lengths):
     check(rows(*lengths))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "window, elsewhere",
     [(1, False), (CHUNK, False), (11, False), (T, False), pytest.param(11, True, id="11-given keys")],
@@ -112,6 +118,7 @@ def test_a_window_is_the_token_and_those_just_before_it(window, elsewhere):
     check(rows([CHUNK] * 12, [5, 13, 27]), elsewhere, window=window)
 
 
+@pytest.mark.slow
 def test_a_window_reads_only_keys_inside_it():
     """The work grows with the window or chunk, not with the row: each chunk reads its own places and 3 before them."""
     shape = lambda heads, length: jax.ShapeDtypeStruct((1, length, heads, H), np.float32)
@@ -127,12 +134,16 @@ def test_a_window_reads_only_keys_inside_it():
     assert flops(64) > 3 * flops(32)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_patterns(kind):
     """On whole rows, one-token sequences, padding; with values of the keys' size."""
     check(rows([T], [9, 1, 1, 30]), **KINDS[kind])
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind, elsewhere",
     [
@@ -145,6 +156,8 @@ def test_sinks_and_values_of_their_own_size(kind, elsewhere):
     check(rows([T], [9, 1, 1, 30]), elsewhere, V=12 if elsewhere else 5, sinks=True, **KINDS.get(kind, {}))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["chunk", "all"])
 @pytest.mark.parametrize("near", [(2, 4), ()])
 def test_patterns_in_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, near, kind):
@@ -159,6 +172,8 @@ def test_patterns_in_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, n
 BOTH_WAYS = {"all": {}, "window": dict(window=6), "all of it": dict(window=5, softcap=2.0, scale=0.7)}
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", BOTH_WAYS)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_bidirectional_patterns(kind, elsewhere):
@@ -167,6 +182,8 @@ def test_bidirectional_patterns(kind, elsewhere):
         check(rows(*lengths), elsewhere, bidirectional=True, **BOTH_WAYS[kind])
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", BOTH_WAYS)
 @pytest.mark.parametrize("near", [(1, 2), ()])
 def test_bidirectional_patterns_in_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, near, kind):
@@ -188,6 +205,7 @@ def test_chunks_look_both_ways_no_further_than_they_need():
     assert ways(5) == [[(0, 8, None)], *([(i - 4, i + 8, 4)] for i in range(4, 44, 4)), [(40, 48, None)]]
 
 
+@pytest.mark.slow
 def test_sinks_far_from_the_scores():
     """A sink far below changes nothing, one far above takes all; neither gives a NaN."""
     q, k, v, dout, _ = arrays(1)

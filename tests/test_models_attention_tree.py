@@ -113,12 +113,14 @@ GROUPS = [  # rows of tries of samples
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("align", [1, 4])
 def test_a_token_sees_the_tokens_on_its_path(sizes, align):
     check([row(*tries, align=align) for tries in GROUPS], sizes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
 @pytest.mark.parametrize("kind", list(PATTERNS)[1:])
 def test_patterns_count_positions_in_samples(sizes, kind):
@@ -130,11 +132,14 @@ def test_patterns_count_positions_in_samples(sizes, kind):
 SAMPLES = st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @given(st.tuples(*[st.tuples(SAMPLES, SAMPLES)] * B), st.sampled_from(["window", "all"]))
 def test_random_tries(groups, kind):
     check([row(*tries) for tries in groups], V=5, sinks=True, **PATTERNS[kind])
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["plain", "window"])
 def test_tries_of_one_sample_are_packed_rows(kind):
     pattern = Pattern(**PATTERNS[kind])
@@ -151,6 +156,7 @@ def test_tries_of_one_sample_are_packed_rows(kind):
         np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_of_branches_add_up_in_float32():
     """A root with 63 branches: 256 + 63 / 8 is 264 in bfloat16, but in it 256 and those of a chunk are 256."""
     position_BT, until_BT, _ = layout([row([chr(100) + chr(200 + i) for i in range(63)])] * B)
@@ -162,6 +168,7 @@ def test_gradients_of_branches_add_up_in_float32():
     np.testing.assert_array_equal(dv[:, 0], 264)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     position_BT, until_BT, sees_BTT = layout([row(*tries) for tries in GROUPS])
     q, k, v, dout, sinks_N = (jnp.asarray(x, jnp.bfloat16) for x in arrays(5, True))
@@ -184,6 +191,7 @@ def program(length, keep=None):
     return jax.jit(jax.grad(loss, (0, 1, 2))).trace(*heads, *where)
 
 
+@pytest.mark.slow
 def test_no_array_has_a_place_for_every_query_and_key():
     length = 1024
     text = program(length).lower().compile().as_text()
@@ -192,12 +200,15 @@ def test_no_array_has_a_place_for_every_query_and_key():
     assert not [shape for shape in shapes if math.prod(shape) >= length * length]
 
 
+@pytest.mark.slow
 def test_remat_saves_the_output():
     """The forward loop runs once a step under "dots", twice under "full"."""
     loops = [program(256, keep).lower().compile().as_text().count(" while(") for keep in ("none", "dots", "full")]
     assert loops == [4, 4, 6]  # over chunks and their blocks, in both passes
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "limits, prompt, branch", [({}, [1, 2], 3), (dict(window=5), [1, 2], 2), (dict(chunk=8), [1, 1], 1)]
 )
@@ -232,6 +243,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pytest.mark.parametrize("devices", LAYOUTS)

@@ -184,6 +184,7 @@ def test_remat_saves_the_output_over_tries():
     assert counts == [2, 1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "H, V, dtype, pattern, sinks_N",
     [

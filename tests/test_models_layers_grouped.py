@@ -82,6 +82,7 @@ def with_gradients(fn, cotangent, args, more):
     return out, back(cotangent)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", ["any", "all choose one", "one gets none", "some are elsewhere"])
 def test_values_and_gradients(chosen, kind):
@@ -96,6 +97,7 @@ def test_values_and_gradients(chosen, kind):
         assert not np.any(got[1][2]["up"][2])
 
 
+@pytest.mark.slow
 def test_outputs_of_expert_shards_add_up():
     """What devices with other experts compute sums to the whole."""
     rng = np.random.default_rng(1)
@@ -107,6 +109,7 @@ def test_outputs_of_expert_shards_add_up():
     np.testing.assert_allclose(sum(parts), whole, atol=1e-5 * float(np.abs(whole).max()))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(-1, 5), max_size=200), st.integers(-1, 5), st.sampled_from([1, 30, 203]),
     st.sampled_from([1, 2, 5]),
@@ -179,6 +182,7 @@ def test_the_kernel_for_gpus_equals_blocked(kind, D, F, interpret):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_separate_matmuls_equal_the_fused_blockwise_mixture(kind, monkeypatch):
     """As kernels compute it, with the gradients of all that goes in."""
@@ -195,6 +199,8 @@ def test_separate_matmuls_equal_the_fused_blockwise_mixture(kind, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["relu2 without a gate", "clamped with biases"])
 def test_adapted_experts_equal_merged_ones(kind):
     rng = np.random.default_rng(0)
@@ -207,6 +213,8 @@ def test_adapted_experts_equal_merged_ones(kind):
     np.testing.assert_allclose(got, wanted, atol=1e-5 * float(np.abs(wanted).max()))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "fn, platform, words",
     [
@@ -245,6 +253,8 @@ def test_sizes_that_the_kernel_for_gpus_cannot_cut_are_refused(monkeypatch):
     assert grouped.choose("triton", many, jnp.zeros((4, 32, 48))) == "triton"
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("tokens, most", [(256, 1.3), (1024, 1.1), (4096, 1.1)])
 def test_work_is_that_of_the_chosen_experts(tokens, most):
     """128 experts, 8 a token: rows computed against rows chosen, in whole blocks and in pieces."""
@@ -258,6 +268,7 @@ def test_work_is_that_of_the_chosen_experts(tokens, most):
     assert np.dot(sizes, np.diff(begin)) <= most * index_AK.size
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 2600), min_size=4, max_size=4), st.integers(1, 4), st.sampled_from([(8, 90), (256, 9000)])
 )  # fmt: skip

@@ -9,6 +9,7 @@ from areax.core.param import LoRAWeight
 from areax.models.layers import linear
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("out, into", [(512, 576), (576, 512), (511, 576)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wide_weights_have_the_gradients_of_a_product(out, into, dtype):

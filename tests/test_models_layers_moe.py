@@ -54,6 +54,7 @@ def ours(x_BTD, w, chosen_BTK, norm=True):
     return moe.mlp(x_BTD, w, moe.Router(K, normalise=norm), routing=routing)[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shared", ["", "plain", "gated"])
 @pytest.mark.parametrize("norm", [True, False])
 def test_a_layer(shared, norm):
@@ -167,6 +168,7 @@ def with_gradients(x_BTD, w, chosen_BTK, cotangent_BTD, router, activation):
     return out_BTD, *grads, report
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_transformers(name):
     """Values, gradients and statistics; and the same again with the experts that were chosen replayed."""
@@ -243,6 +245,7 @@ def loss_and_gradient(params, batch):
     return jax.value_and_grad(total)(params)
 
 
+@pytest.mark.slow
 def test_replaying_the_routers_own_choice_changes_nothing():
     """In packed rows, where each sequence's choices were recorded alone; padding chooses for itself."""
     padded = lambda s: np.pad(s.tokens, (0, 12 - len(s.tokens)))  # behind, where nothing looks
@@ -256,6 +259,7 @@ def test_replaying_the_routers_own_choice_changes_nothing():
         np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_replayed_experts_replace_the_routers_choice():
     """Each token's experts are those of its own record, also behind other sequences of the row."""
     rng = np.random.default_rng(5)

@@ -89,6 +89,7 @@ def relative(got, want):
     return np.abs(np.float64(got) - want).max() / np.abs(want).max()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strong", [False, True], ids=["mild", "strong"])
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,6 +108,7 @@ def test_chunks_are_the_recurrence_of_each_sequence(kind, chunk, strong):
         assert relative(got, want) < 1e-6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_of_a_row_do_not_see_each_other(kind):
     module, draw, *_ = KINDS[kind]
@@ -123,6 +125,7 @@ def test_sequences_of_a_row_do_not_see_each_other(kind):
         assert not np.asarray(grad)[SEGMENT != 4].any() and np.asarray(grad)[SEGMENT == 4].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_after_a_prompt_continue_from_its_state(kind):
     module, draw, one_sequence, _ = KINDS[kind]
@@ -148,6 +151,8 @@ def by_tokens_of_rows(one_sequence, inputs, lengths):
     return [one_sequence(*(x if x.ndim == 1 else x[row, :n] for x in wide))[0].numpy() for row, n in enumerate(lengths)]
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_inputs_are_computed_in_fp32(kind):
     module, draw, one_sequence, shape = KINDS[kind]
@@ -204,6 +209,8 @@ def gradients(kind):
     return jax.grad(loss, tuple(range(1, 1 + len(inputs)))), inputs
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_linear_in_the_row_and_no_loop_is_over_tokens(kind):
     fn, inputs = gradients(kind)
@@ -229,6 +236,8 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_and_heads_are_computed_where_they_are(kind):
     """Sharded over rows and heads, no device needs anything of another, but for sums of gradients over rows."""
@@ -268,6 +277,7 @@ def conv_of_torch(x_TC, weight_CW, bias_C):
     return torch.nn.functional.conv1d(padded, weight, bias, groups=len(weight)).T.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width, with_bias", [(W, True), (3, False), (1, True)])
 def test_the_convolution_is_that_of_torch_on_each_sequence(width, with_bias):
     x, weight, bias = conv_inputs(width)
@@ -292,6 +302,7 @@ def test_a_convolution_continues_from_its_tail(width):
             np.testing.assert_allclose(out[row], conv_of_torch(x[row, : length + t + 1], weight, bias)[-1], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_convolution_of_bf16_sums_in_fp32():
     x, weight, bias = (jnp.asarray(each, jnp.bfloat16) for each in conv_inputs())
     out = jax.jit(conv.convolve)(x, weight, SEGMENT, bias)

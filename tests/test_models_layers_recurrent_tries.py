@@ -144,6 +144,8 @@ def masked(kind, inputs, segment_BT):
     return [(inputs | gated)[name] for name in DRAW[kind]]
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", MODULES)
 def test_branches_start_with_the_state_of_their_parent(kind, rows):
@@ -159,6 +161,7 @@ def test_branches_start_with_the_state_of_their_parent(kind, rows):
     check(places, *both(places, over_tries, over_samples, drawn(kind, places)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [W, 1])
 @pytest.mark.parametrize("C", [1, CHUNK])
 def test_convolutions_read_what_came_before_in_the_sample(C, width):
@@ -180,6 +183,8 @@ def test_convolutions_read_what_came_before_in_the_sample(C, width):
 LAYOUTS = {"one": ONE, "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2), "cp2": mesh.Layout(cp=2)}
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "on", ["one", *(pytest.param(name, marks=pytest.mark.mesh) for name in ("cp2", "dp2 cp2 tp2"))]
 )
@@ -217,6 +222,8 @@ def gradients(kind, places: Places):
     return jax.grad(loss), drawn(kind, places)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", MODULES)
 def test_memory_is_linear_in_the_trie_and_no_loop_is_over_tokens(kind):
     gradient, inputs = gradients(kind, layout(ROWS["prefixes"], 32))
@@ -244,6 +251,8 @@ def lengths(jaxpr):
             yield from lengths(inner)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", MODULES)
 def test_rows_and_heads_are_computed_where_they_are(kind):
     """Sharded over rows and heads, no device needs anything of another, but for sums of gradients over rows."""

@@ -276,6 +276,7 @@ def rotated(family, x, cos, sin):
     return modeling(family).apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0].numpy()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family, ours",
     [

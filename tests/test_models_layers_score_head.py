@@ -117,6 +117,8 @@ def files(path):
     return {p.name: p.read_bytes() for p in path.iterdir()}
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, kind, said", CASES, ids=str)
 def test_classifiers_are_those_of_transformers(family, kind, said, tmp_path):
     model = reference(family, kind, **said)
@@ -169,6 +171,7 @@ def test_classifiers_of_every_family(family, kind, tmp_path):
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_sequence_classifiers_have_their_scores_at_the_last_token(tmp_path):
     model = reference("llama", "Sequence", **LABELS)
     model.save_pretrained(tmp_path)
@@ -200,6 +203,7 @@ class ValueHead(torch.nn.Module):
         self.v_head.summary = torch.nn.Linear(config.hidden_size, labels)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "made, architecture, labels",
     [
@@ -255,6 +259,7 @@ def change(path, **said):
     (path / "config.json").write_text(json.dumps({name: x for name, x in told.items() if x != "gone"}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "said, words",
     [
@@ -318,6 +323,7 @@ def test_without_an_architecture_tensors_decide(tmp_path):
     assert hf.load(path)[0].score_head == models.ScoreHead(3, bias=True)
 
 
+@pytest.mark.slow
 def test_a_value_is_the_score_of_the_only_label():
     config = models.config_from_hf({**tiny.HF, "vocab_size": V})
     out = {}
@@ -336,6 +342,7 @@ def test_a_value_is_the_score_of_the_only_label():
             assert models.score(params, batch(), config=one).value_BT is None
 
 
+@pytest.mark.slow
 def test_scores_over_adapters_are_those_of_the_merged_model():
     config = models.config_from_hf({**tiny.HF, "vocab_size": V})
     config = replace(config, score_head=models.ScoreHead(3, bias=True))
@@ -356,6 +363,7 @@ def test_a_head_with_a_hidden_layer_needs_an_architecture():
         hf.save("unused", config, tiny.weights(models.table(config), 0.2))
 
 
+@pytest.mark.slow
 def test_scores_on_a_mesh_are_those_of_one_device():
     config = models.config_from_hf({**tiny.HF, "vocab_size": V})
     config = replace(config, score_head=models.ScoreHead(3, bias=True, hidden=True))

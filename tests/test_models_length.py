@@ -17,6 +17,8 @@ from areax.rollout.types import supervised
 T = 512
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("shared", [0, 384], ids=["a row", "tries"])
 def test_no_array_has_two_axes_as_long_as_the_row(shared):
     config = models.config_from_hf({**tiny.HF, "vocab_size": 64, "num_hidden_layers": 1})

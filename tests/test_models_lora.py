@@ -63,6 +63,7 @@ def tokens():
     return np.random.default_rng(0).integers(0, 64, (2, 17))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_adapters_equal_merged_weights(family):
     """The factors beside a weight act as their product on top of it, in every kind of layer."""
@@ -77,6 +78,7 @@ def test_adapters_equal_merged_weights(family):
     assert float(jnp.abs(forward(base) - logits).max()) > 0.1 * scale
 
 
+@pytest.mark.slow
 def test_new_adapters_leave_the_model_unchanged():
     config, base, table, _ = model("qwen3")
     adapters = param.init(jax.random.key(0), table)
@@ -94,6 +96,7 @@ def test_scale():
     assert lora.Lora(rank=4, alpha=8, rslora=True).scale == 4
 
 
+@pytest.mark.slow
 def test_a_bf16_base_stays_bf16():
     """Merging adds in fp32 and rounds once."""
     _, base, _, adapters = model("qwen3")
@@ -147,6 +150,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family, name, dispatch",
     [pytest.param(*case, marks=pytest.mark.mesh if case in OFTEN else pytest.mark.wide) for case in MESHES],

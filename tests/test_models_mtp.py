@@ -109,6 +109,8 @@ class Reference:
                 inputs = self.torch.cat([inputs, self.inputs(hidden[-1:], made[-1:])])
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next", pytest.param("glm4_moe", marks=pytest.mark.mesh)])
 def test_logits_are_those_of_transformers_layers(case, tmp_path):
     """Of a checkpoint's tensors, as they are read."""

@@ -111,6 +111,7 @@ def model():
     return config, tiny.weights(models.table(config), 0.25)
 
 
+@pytest.mark.slow
 def test_packed_rows_are_the_recurrence_of_each_sequence_in_float64(model):
     config, params = model
     specs, arrays = hf.to_tensors(config, params, "float32")
@@ -245,6 +246,7 @@ def test_a_new_model_starts_with_the_time_steps_and_decays_of_transformers():
     np.testing.assert_allclose(np.exp(nemotron_h._decays(None, (2, 6), "float32")[1]), np.arange(1, 7), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_without_states_neither_take_memory_nor_keep_prompts_from_being_reused():
     hybrid, plain = (
         models.config_from_hf(TINY | {"layers_block_type": kinds}) for kinds in (KINDS, ["full_attention", "mlp"])

@@ -446,6 +446,7 @@ def experts_apart(named, family):
     return out
 
 
+@pytest.mark.sweep
 def test_logits(case):
     with torch.no_grad():
         wanted = theirs(case.model, tokens()).numpy()
@@ -453,6 +454,7 @@ def test_logits(case):
     assert_close(case.logits_BTV, wanted)
 
 
+@pytest.mark.sweep
 def test_gradients(case):
     case.model.zero_grad()
     logits = theirs(case.model, tokens())
@@ -480,6 +482,7 @@ HYBRIDS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", HYBRIDS, indirect=True)
 def test_hybrids_equal_float64_token_by_token(case):
     """Logits within 1e-5 of their deviation, the gradient of each tensor within 2e-5 of its largest entry.
@@ -510,6 +513,7 @@ def test_heads_of_new_delta_nets_remember_for_a_token_up_to_a_thousand():
     np.testing.assert_allclose(np.quantile(tokens, [0.05, 0.5, 0.95]), [0.8, 12.6, 1100], rtol=0.1)
 
 
+@pytest.mark.sweep
 def test_packed_rows(case):
     """Sequences side by side compute what transformers computes for each alone; packed, some of its models leak."""
     segment_BT = np.tile(np.repeat(np.arange(1, len(LENGTHS) + 1, dtype=np.int32), LENGTHS), (2, 1))
@@ -585,6 +589,7 @@ def old_spelling(config_json):
     return old | {"torch_dtype": "bfloat16"}
 
 
+@pytest.mark.sweep
 def test_old_config_spellings_are_read(case, tmp_path):
     old = old_spelling(json.loads((case.path / "config.json").read_text()))
     config = models.config_from_hf(old)
@@ -607,6 +612,8 @@ def test_old_config_spellings_are_read(case, tmp_path):
             assert torch.equal(theirs(model, tokens()), theirs(case.model, tokens()))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_transformers_loads_a_model_created_here(name, tmp_path):
     """From a config.json with the least in it, without transformers having touched it."""
@@ -623,6 +630,8 @@ def test_transformers_loads_a_model_created_here(name, tmp_path):
     assert_close(np.asarray(got_BTV), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["qwen2", "qwen3 untied", "llama"])
 def test_value_heads(name, tmp_path):
     """`score.weight` comes and goes through files as in transformers' sequence classifiers."""
@@ -653,6 +662,8 @@ def windows(config):
     return tuple(record.pattern.window for record in config.records)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("window", [1, 20, T - 1])
 def test_windows_end_where_those_of_transformers_end(window):
     """Layers of either kind in any order; a window one wider gives other logits."""

@@ -37,6 +37,7 @@ def loss(params, config, keep):
     return jnp.mean(jnp.square(jax.nn.log_softmax(logits_BTV)) * (segment_BT > 0)[..., None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, policies", thinned(CASES, 2, pytest.mark.slow), ids=["qwen2", "qwen3_moe"])
 def test_loss_and_gradients_are_the_same(family, policies):
     with jax.enable_x64(True):  # so that what differs is not rounding
@@ -79,6 +80,7 @@ def test_which_activations_are_saved():
     assert kept((("layer_input", "offload"),)) == {(32, "host"): 1}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("keep, loops", [("full", 3), ("dots", 2), ((("mlp_gate_up", "save"),), 2), ("none", 2)])
 def test_experts_are_recomputed_unless_their_activations_are_saved(keep, loops):
     """Loops over pieces, of which there are four sizes: forward, backward, and forward once more."""

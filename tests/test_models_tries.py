@@ -84,21 +84,26 @@ def same_in(params, rows, tries, config, run, tolerance: float):
     close(g_tries, g_rows, tolerance)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [*KINDS, *(pytest.param(name, marks=pytest.mark.wide) for name in OTHERS)])
 def test_scores_and_gradients_are_those_of_rows(family):
     same_scores(family)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.wide if i > 2 else ()) for i in range(16)])
 def test_random_tries_are_rows(seed):
     same_scores("qwen3", data=forks.random(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["full", pytest.param("none", marks=pytest.mark.wide)])
 def test_every_rematerialisation_gives_the_same(keep):
     same_scores("qwen3", models.Run(remat=keep, query_chunk=16, head_chunk=24))
 
 
+@pytest.mark.slow
 def test_replayed_experts_are_shared_where_they_are_the_same():
     family, L, K = "qwen3_moe", 2, 2
     data = forks.samples(routed=(L, K, 8))
@@ -116,6 +121,7 @@ def test_recurrent_layers_need_nodes_at_their_chunks():
         jax.eval_shape(partial(models.score, config=config), params, batch)
 
 
+@pytest.mark.slow
 def test_one_sample_a_trie_is_a_row():
     """Samples that share nothing, laid out by hand: their first tokens are roots."""
     config, params = model("gpt_oss")
@@ -190,6 +196,8 @@ def prepared(batch):
     return batch.replace(ref_BT=other.logp_BT, value_BT=other.value_BT)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.wide) for name in RARELY)]
 )  # fmt: skip
@@ -200,6 +208,7 @@ def test_objectives_are_those_of_rows(name):
     same_objective(objective, SCORE, params, forks.samples(pairs=pairs), beside=prepared)
 
 
+@pytest.mark.slow
 def test_critics_are_those_of_rows():
     actor = losses.POLICIES["PPO"]()
     critic = partial(models.value, config=CONFIG, run=RUN)
@@ -211,6 +220,7 @@ def test_critics_are_those_of_rows():
     same_objective(Critic(), critic, PARAMS, beside=lambda batch: advantages(prepared(batch)))
 
 
+@pytest.mark.slow
 def test_process_rewards_are_those_of_rows():
     """Samples whose labels differ do not share the token that has them."""
     rng = np.random.default_rng(0)
@@ -223,6 +233,8 @@ def test_process_rewards_are_those_of_rows():
     same_objective(process_reward.ProcessReward(), score, PARAMS | {"score": weights}, data)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("local", [True, False], ids=["a local teacher", "a teacher's likeliest tokens"])
 def test_distillation_is_that_of_rows(local):
     spec = distill.Distill("js", beta=0.3, temperature=1.5, sft_coef=0.2, top_k=0 if local else 3)
@@ -250,6 +262,7 @@ def with_teacher(s, told):
     return s.replace(arrays={"teacher_ids": own(ids), "teacher_logp": own(logp)})
 
 
+@pytest.mark.slow
 def test_adapters_are_those_of_rows():
     spec = lora.Lora(rank=4)
     adapters = tiny.weights(lora.table(models.table(CONFIG), spec), 0.2)
@@ -257,6 +270,7 @@ def test_adapters_are_those_of_rows():
     same_objective(GRPO(), score, adapters, frozen=(PARAMS,))
 
 
+@pytest.mark.slow
 def test_the_statistics_of_experts_count_samples():
     config, params = model("qwen3_moe")
     score = partial(models.score, config=config, run=RUN)
@@ -281,6 +295,7 @@ MESHES = {
 OFTEN_ON = "qwen3 dp2 cp2 tp2", "qwen3 fsdp2 cp4", "gpt_oss fsdp2 ep2 cp2", "qwen3_next cp2 tp2 ep2"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.mesh if name in OFTEN_ON else pytest.mark.wide) for name in MESHES]
 )

@@ -86,6 +86,7 @@ def case(request, tmp_path_factory):
     return Case(request.param, model, path, config, params, batch, by_sequence(logits_BTV, batch), gradient)
 
 
+@pytest.mark.sweep
 def test_logits(case):
     with torch.no_grad():
         wanted = [vlm.logits(case.model, *each).numpy() for each in vlm.sequences(case.name)]
@@ -94,6 +95,7 @@ def test_logits(case):
         assert got.shape == want.shape and np.abs(got - want).max() <= 1e-4 * max(1, np.abs(want).max())
 
 
+@pytest.mark.sweep
 def test_gradients(case):
     case.model.zero_grad()
     for tokens, seen in vlm.sequences(case.name):
@@ -128,6 +130,7 @@ def named(model, name):
     return found
 
 
+@pytest.mark.sweep
 def test_axes_places_and_features_matter(case):
     """What parity would not notice if weights were small: each moves logits."""
 
@@ -154,6 +157,7 @@ def forward(params, batch, config, run=RUN):
     )
 
 
+@pytest.mark.sweep
 def test_text_is_computed_as_without_a_tower(case):
     """Alone to the bit, since nothing else is computed; in a batch with images within rounding."""
     config, params = hf.load(case.path)
@@ -164,6 +168,7 @@ def test_text_is_computed_as_without_a_tower(case):
     np.testing.assert_allclose(by_sequence(alone, text)[1], case.logits[1], atol=1e-5)
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_comes_back_to_the_bit(case, tmp_path):
     hf.save(tmp_path / "out", case.config, case.params)
     before, after = safetensors.read(case.path), safetensors.read(tmp_path / "out")
@@ -198,6 +203,7 @@ def test_experts_are_read_either_way_round(tmp_path):
     assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
+@pytest.mark.sweep
 def test_state_dicts_of_modules_have_the_tower(case):
     config = models.with_vision(models.config_from_hf(case.model.config.to_dict()))
     config, params = torch_dicts.from_state_dict(config, case.model.state_dict())
@@ -254,6 +260,7 @@ def assert_same_step(got, wanted):
 LAYOUTS = dict(fsdp=dict(dp=2, fsdp=2), tp=dict(fsdp=2, tp=2), cp=dict(cp=2, tp=2))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     "name, layout",
@@ -270,6 +277,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, layout):
     assert_same_step(got, step_of(config, params, batch))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_mesh_loads_its_shards(name, tmp_path):
@@ -317,6 +325,7 @@ def test_masters_on_the_host_step_as_those_on_the_device():
     assert_same_step((report, state.params), (expected, wanted.params))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("how", [dict(remat="dots"), dict(remat="none", query_chunk=7)], ids=str)
 def test_no_option_of_a_run_changes_a_step(how):
@@ -325,6 +334,7 @@ def test_no_option_of_a_run_changes_a_step(how):
     assert_same_step(step_of(config, params, batch, models.Run(**how)), step_of(config, params, batch))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", vlm.CASES)
 def test_bfloat16_is_near(name):
@@ -337,6 +347,7 @@ def test_bfloat16_is_near(name):
     assert np.abs(low - full).mean() < 0.05 * full.std()
 
 
+@pytest.mark.slow
 def test_a_model_of_text_alone_refuses_images():
     config, params = made("qwen3_vl")
     batch = jax.tree.map(lambda x: x[0], packed("qwen3_vl", config.vision))

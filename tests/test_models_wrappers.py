@@ -170,11 +170,13 @@ def add(path, **tensors):
     safetensors.write(path, held, held.values())
 
 
+@pytest.mark.sweep
 def test_text_is_what_transformers_computes(case):
     _, model, _, config, params = case
     assert_same_logits(model, config, params)
 
 
+@pytest.mark.sweep
 def test_the_names_in_transformers_module_are_read_too(case):
     _, model, _, config, params = case
     again, same = torch_dicts.from_state_dict(models.config_from_hf(model.config.to_dict()), model.state_dict())
@@ -185,6 +187,7 @@ def test_the_names_in_transformers_module_are_read_too(case):
     assert one_by_one(ours) == one_by_one(model.state_dict())
 
 
+@pytest.mark.sweep
 def test_an_export_is_the_wrapper_with_other_weights_in_its_text_model(case, tmp_path):
     name, model, path, config, params = case
     trained = jax.tree.map(lambda x: x * 1.25, params)
@@ -216,6 +219,7 @@ def _others(model, config):
     return {key for key in model.state_dict() if not key.startswith(text) and "lm_head" not in key}
 
 
+@pytest.mark.sweep
 def test_converting_and_checking(case, tmp_path, capsys):
     name, _, path, config, _ = case
     cli.main(["convert", str(path), str(tmp_path / "low"), "--dtype", "bfloat16"])
@@ -229,6 +233,7 @@ def test_converting_and_checking(case, tmp_path, capsys):
     assert report["ok"], report
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers the old way
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])

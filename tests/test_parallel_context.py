@@ -64,6 +64,7 @@ def cases():
                 yield pytest.param(layout, method, kind, marks=() if everyday else mark)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout, method, kind", list(cases()))
 def test_sinks_and_patterns_equal_sequences_alone(layout, method, kind):
     """Values and gradients, those of the sinks too, which sum over all rows and positions."""

@@ -57,6 +57,7 @@ def one_device(kind):
     return jax.tree.map(np.asarray, mixture(choices(kind), "gather", None))
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
@@ -104,6 +105,7 @@ def biased_mixture(index_BTK, adapted, method, keep, on):
     return out_BTD, back(cotangent_BTD)
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
 @pytest.mark.parametrize(
@@ -131,6 +133,7 @@ def test_pairs_beyond_the_capacity_are_computed_in_rounds(ep, top_k, adapted, ke
     assert took[0] == 1 and (took == [1, 1, 1] if ep == 2 else took[0] < took[1] <= took[2])
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
 def test_memory_of_experts_does_not_grow_with_the_worst_case(method, monkeypatch):
@@ -181,6 +184,7 @@ def layer(kind, method, on):
     return jax.grad(total, (0, 1), has_aux=True)(x_BTD, {name: x for name, x in w.items() if name not in lacks})
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
@@ -227,6 +231,7 @@ def test_received_rows_are_in_the_order_of_their_senders():
     np.testing.assert_array_equal(dx, dx_NPD.reshape(-1, 2))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
 def test_each_platform_gets_its_own_exchange(platform):
     """Forward and backward, lowered here for machines that are not at hand."""

@@ -187,6 +187,7 @@ def test_every_family_meets_a_mesh_in_make_test_mesh():
     assert set(FAMILIES) - set(OFTEN) == {"kimi_k2"}  # another name of deepseek_v3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, layout, objective", list(cases()))
 def test_a_step_equals_one_device(family, layout, objective):
     [got] = sgd_steps(family, OBJECTIVES[objective], layout, 1)
@@ -194,6 +195,7 @@ def test_a_step_equals_one_device(family, layout, objective):
     compare(got, wanted, model(family)[2])
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", ["cp8 gather", "dp2 cp2 tp2 ring"])
 def test_sequence_statistics_are_summed_over_devices(layout):
@@ -202,6 +204,7 @@ def test_sequence_statistics_are_summed_over_devices(layout):
     compare(got, wanted, model("qwen3")[2])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, layout", [
     pytest.param("qwen3", "dp2 cp2 tp2 ring", marks=pytest.mark.mesh),
     pytest.param("qwen3_moe", "fsdp2 tp4", marks=pytest.mark.mesh),
@@ -234,6 +237,7 @@ def test_replayed_experts_stay_with_their_tokens():
     np.testing.assert_array_equal(out[1].aux["load"], out[0].aux["load"])
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("how", get_args(context.Method))
 def test_the_compiled_step_communicates_what_its_method_states(how):

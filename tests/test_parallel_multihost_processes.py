@@ -145,6 +145,7 @@ def test_grpo_steps_on_batches_from_process_0(place, count, devices, layout):
     assert agree(place / "grpo-alone", out, place / "model") == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters", "tries"], wide=["teacher", "moving reference"]))
 def test_auxiliary_models_and_adapters_are_sharded_too(place, beside):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / f"{beside} alone"), beside)
@@ -248,6 +249,7 @@ def test_memory_to_load_and_to_export_is_that_of_a_shard(tmp_path):
 # -- ends ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killing_one_process_ends_the_others(place, victim):
@@ -266,6 +268,7 @@ def test_killing_one_process_ends_the_others(place, victim):
     assert f"process {victim} of 2 (pid {running[victim].pid} on" in said and "it was killed" in said
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("how, codes", [("nothing", [0, 0]), ("text", [3, 1])])
 def test_sys_exit_keeps_its_meaning(place, how, codes):
@@ -326,6 +329,7 @@ def test_the_launcher_names_the_one_that_ended(place):
     assert f"process 1 (pid {second}) was killed by SIGKILL" in said and str(log) in said and "Gloo" in said
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_launcher_saves_and_ends_all(place, number):

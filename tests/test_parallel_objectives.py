@@ -43,6 +43,7 @@ def samples():
     return out
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_are_the_same_on_a_mesh(name):

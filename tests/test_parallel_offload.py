@@ -66,6 +66,8 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, dtype, layout", CASES)
 def test_the_numbers_are_those_of_a_step_on_the_device(name, dtype, layout):
     """Bit for bit up to the order of sums: gradients in bf16 differ where XLA leaves out a rounding between two
@@ -89,6 +91,7 @@ def test_the_numbers_are_those_of_a_step_on_the_device(name, dtype, layout):
     assert kinds == {offload.HOST} and int(state.step) == 3
 
 
+@pytest.mark.slow
 def test_updates_below_the_weights_precision_add_up_in_the_masters():
     """Changes of a thousandth of bf16's step leave the device's weights as they are; masters move as those of a step on
     the device do."""
@@ -107,6 +110,7 @@ def test_updates_below_the_weights_precision_add_up_in_the_masters():
     assert np.abs(moved).mean() > 1e-7 and np.corrcoef(moved.ravel(), wanted.ravel())[0, 1] > 0.98
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing():
     _, (state, two), on = pair(SPEC, "bfloat16", ONE)
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
@@ -132,6 +136,7 @@ def test_a_routers_bias_moves():
     np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_restored_to_the_host(tmp_path):
     spec = replace(SPEC, state="float8", weights="bfloat16")
     _, (state, two), on = pair(spec, "bfloat16", ONE)
@@ -149,6 +154,7 @@ def test_a_state_is_saved_and_restored_to_the_host(tmp_path):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_gradients_of_microbatches_add_up_in_bf16():
     """Rounded stochastically, they are those of fp32 sums up to bf16's precision, without drift."""
     on, score = mesh.make(ONE), functools.partial(models.score, config=CONFIG, run=models.Run(dtype="bfloat16"))
@@ -168,6 +174,7 @@ def test_gradients_of_microbatches_add_up_in_bf16():
 FAMILIES = [pytest.param(name, marks=[pytest.mark.wide] * (name != "qwen3_moe")) for name in tiny_families.FAMILIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_that_are_cast_beforehand_score_as_those_cast_in_use(family):
     """Which `optim.cast` and `optim.copied` name: to the bit."""

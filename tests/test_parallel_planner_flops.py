@@ -70,6 +70,7 @@ def test_every_family_has_a_tiny_config():
     assert set(tiny_families.FAMILIES) == set(models.FAMILIES)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)
 def test_flops_of_a_forward_pass_are_those_of_the_program(family):
     """To the last product. The formula leaves out a small one, of the biases of GPT-OSS's experts."""

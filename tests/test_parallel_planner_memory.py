@@ -70,6 +70,8 @@ def kept(config, run, rows, length, flattened=0) -> int:
     return sum(x.aval.size * x.aval.dtype.itemsize for x in arrays if counts(x))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [wide(family) for family in tiny_families.FAMILIES])
 @pytest.mark.parametrize("remat", ["full", "dots", "offload", pytest.param(SOME, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
@@ -105,6 +107,7 @@ ARGUMENTS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, name", ARGUMENTS)
 def test_argument_bytes_match_the_compiled_step(family, name):
     layout, config = MESHES[name], tiny_families.config(family)
@@ -122,6 +125,8 @@ ADAPTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, name, base", [
     pytest.param(*case, marks=ADAPTED.get(case, pytest.mark.wide))
     for case in itertools.product(["qwen3", *UNLIKE], ["one", "fsdp2 tp2 ep2"], ["stored", "nf4", "int8"])
@@ -156,6 +161,8 @@ TOWERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, where, how, microbatches", TOWERS)
 def test_argument_bytes_with_a_tower_match_the_compiled_step(name, where, how, microbatches):
     """Of a frozen one the weights alone, in the checkpoint's dtype under adapters; and patches of images."""
@@ -200,6 +207,8 @@ def test_saved_activations_of_a_towers_layers_match_the_formula(name, remat):
     assert config.vision.layers * towers._kept(made, "save") == got
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_temporaries_under_adapters_are_one_layers_weights_and_no_gradients_of_them(base):
     wide = dict(hidden_size=256, intermediate_size=1024)
@@ -234,6 +243,8 @@ NARROWED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, name, layout", [
     pytest.param(*case, marks=NARROWED.get(case, pytest.mark.wide))
     for case in itertools.product(["qwen3", "qwen3_moe"], NARROW, ["one", "fsdp2 tp2 ep2"])

@@ -92,6 +92,7 @@ def stacked(family, run, rows, length, on):
 REMATS, DTYPES = ("full", "dots", "none"), (None, "bfloat16")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(  # every family with every way of keeping, each of both in turn with either dtype
     "family, remat, dtype",
     [
@@ -112,6 +113,7 @@ def test_saved_activations_of_layers_match_the_formula(family, remat, dtype):
         assert formula == got
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("layout", [mesh.Layout(fsdp=4, tp=2), mesh.Layout(dp=2, cp=2, tp=2)], ids=str)
@@ -137,6 +139,7 @@ PAIRS = [  # the last two with several microbatches, of which every array of the
 ARGUMENTS = [pytest.param(*pair, marks=[pytest.mark.mesh] * (i > 1)) for i, pair in enumerate(PAIRS)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, layout, objective, microbatches", ARGUMENTS)
 def test_argument_bytes_match_the_compiled_step(family, layout, objective, microbatches):
     spec = aot.Step(config(family), objective, ADAMW, models.Run(), layout, B, T, microbatches, slots=4)
@@ -148,6 +151,7 @@ def test_argument_bytes_match_the_compiled_step(family, layout, objective, micro
 OPTIMIZERS = [optim.Optimizer("adafactor", ema=0.9), optim.Optimizer("muon")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", thinned(OPTIMIZERS, 2, pytest.mark.slow))
 def test_argument_bytes_of_other_optimisers_match_the_compiled_step(optimizer):
     layout, one = mesh.Layout(fsdp=4, tp=2), config("qwen3", num_hidden_layers=1)
@@ -190,6 +194,7 @@ def dots(text: str) -> int:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("remat", thinned(REMATS, 3, pytest.mark.slow))
 def test_flops_match_the_compiled_matmuls(remat, family="qwen3"):
     """One layer, one row and one chunk of queries: each matmul stands once in the program, and all pairs are computed.
@@ -230,6 +235,7 @@ def payloads(made: Job) -> dict[str, float]:
     return {t.name: t.payload for t in flops.transfers(made)}
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_fsdp_traffic_matches_the_formula(remat):

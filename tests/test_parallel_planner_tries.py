@@ -73,6 +73,8 @@ def test_pairs_are_those_of_tokens_that_see_each_other(pattern):
 FORMULA = tries.of_groups(GROUPS, 4, 40, 20, 128, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", UNLIKE)
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_saved_activations_match_the_formula(family, remat):
@@ -90,6 +92,8 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family, objective, layout, microbatches", STEPS)
 def test_a_step_has_the_arguments_and_about_the_temporaries_of_the_formula(family, objective, layout, microbatches):
     """Temporaries of the CPU's backend, as of rows; arrays of samples' tokens are small among them, and not counted."""

@@ -46,6 +46,8 @@ def test_weights_are_sharded_by_the_rules():
     assert rules.of_params(TABLE, mesh.make())["embed"].spec == P()
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", [FSDP8, DP2_TP4])
 def test_moments_are_sharded_like_weights_without_extra_memory(layout):
     trained_state, shardings, compiled, batch = trained(layout)

@@ -26,6 +26,7 @@ def given():
     return tables, rng.integers(0, V, (B, T)).astype(np.int32)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype, near", [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_numbers_and_gradients_are_those_of_one_device(layout, dtype, near):

@@ -126,6 +126,7 @@ ROWS = {  # a row -> what is wrong with it
 RECIPE = {"prompt": "grpo", "messages": "grpo", "completion": "sft", "pair": "dpo"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("recipe", "row", "message"), [(RECIPE[kind], *case) for kind, cases in ROWS.items() for case in cases]
 )
@@ -199,6 +200,7 @@ def test_messages_without_a_chat_template_are_refused(capsys, place, tmp_path, r
     assert said.startswith(f"{data}:1: messages: the tokenizer has no chat template")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("option", "name", "message"),
     [
@@ -344,6 +346,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("recipe", "more", "message"), [(recipe, *case) for recipe, cases in OPTIONS.items() for case in cases]
 )
@@ -441,6 +444,8 @@ def test_rows_of_other_workflows_are_theirs(place):
         rows.prompts(tokens, environment, most=9)({"level": 3})
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -14,6 +14,7 @@ from areax.recipes.shared import offline
 from areax.rollout import object_path
 
 
+@pytest.mark.slow
 def test_the_stages_of_the_demo_on_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "DEMONSTRATIONS", 300)
     config = demo.Config(task="shapes", out=str(tmp_path))

@@ -40,6 +40,7 @@ def config(place, out, **changes):
     return replace(base, **changes)
 
 
+@pytest.mark.slow
 def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(place):
     held = str(place / "rows.jsonl")
     whole = distill.main(config(place, "whole", heldout=held, save_every=6))

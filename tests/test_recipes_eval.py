@@ -106,6 +106,7 @@ def test_options_of_evaluations_are_checked(capsys, more, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_measures_several_sets_by_name(place):
     config = replaced(
         grpo.Config(str(place / "model"), str(place / "sums.jsonl"), f"{place}/reward.py:reward"),
@@ -156,6 +157,7 @@ def test_without_json_the_numbers_are_lines(capsys, place):
     assert not (place / "answers.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_to_is_said_before_anything_is_evaluated(capsys, place):
     assert cli.main(words(place, "--out", place / "sums.jsonl", "--servers", "http://127.0.0.1:9")) == 2
     assert "--out must be a directory, got" in capsys.readouterr().err

@@ -141,6 +141,7 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeyp
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_json(place, first, capsys, tmp_path):
     """A run of two steps of three, taken up: refused with another seed, data or model; else the former file is kept."""
     tiny.cut_off(place / "first", place / "changed", 2)
@@ -177,6 +178,7 @@ def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_eta_0_equals_the_synchronous_loop(place, first):
     """By hand, one request after the other and nothing beside it, come the same parameters, to the bit."""
     own, path = config(place, "by hand"), place / "by hand"
@@ -228,6 +230,7 @@ def test_a_curriculum_is_saved_and_resumed(place, capsys):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_other_processes_receive_only_packed_arrays(place):
     """Samples bring what only process 0 needs, or can have."""
     state, handed = grpo.build_trainer(config(place, "handed")), []
@@ -357,6 +360,7 @@ def test_served_teachers_and_greedy_baselines(place, monkeypatch):
     assert abs(lines[0]["divergence"]) < 1e-5 < lines[1]["divergence"] and "reward_greedy" in lines[0]
 
 
+@pytest.mark.slow
 def test_the_terminal_says_that_a_reward_is_constant(place, capsys):
     """From the first step on, whose samples are kept for a look."""
     (place / "constant.py").write_text("def score(text, row):\n    return 0.7\n")
@@ -371,6 +375,7 @@ def test_the_terminal_says_that_a_reward_is_constant(place, capsys):
     assert "Every completion got the same reward" in report
 
 
+@pytest.mark.slow
 def test_groups_with_equal_rewards_are_resampled(place):
     (place / "rare.py").write_text("def score(text, row):\n    return float(text.startswith('0'))\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
@@ -411,6 +416,7 @@ def test_a_step_on_a_mesh_equals_one_device(place):
 ALGORITHMS = "sft", "distill", "PPO", "ReMax", "GSPO", "DAPO", "VESPO", "DPO", "KTO", "RewardModel"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.slow if name in ALGORITHMS else pytest.mark.wide)
     for name in ["sft", "distill", *losses.POLICIES, *losses.PREFERENCES]
@@ -668,6 +674,7 @@ def same(place, one, other):
 INSIDE = Serve(inside=True, slots=8, context=64)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_running_loop_is_awaited_and_changes_no_number(place, first):
     """As in a notebook: the loop goes on meanwhile; main says what to call."""
 
@@ -691,6 +698,7 @@ def plain_ratio(spec, now):
     return now.ratio_BT * now.adv_BT, None
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_saves_its_state(place):
     """Here of a run with a surrogate of its own, a function."""
 
@@ -726,6 +734,7 @@ def test_offloading_an_in_process_server_changes_no_number(place, first):
     assert not any("areax" in thread.name for thread in set(threading.enumerate()) - before)
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     "changes",
@@ -773,6 +782,7 @@ def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
     same(place, "killed at rest", "unharmed")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize("serve", [Serve(slots=8, context=64), INSIDE], ids=["pushed", "inside"])
@@ -792,6 +802,7 @@ def test_an_in_process_server_generates_while_the_trainer_updates(place):
     assert max(x["staleness_max"] for x in lines) <= 2
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("serve", [Serve(slots=8, context=64), INSIDE], ids=["pushed", "inside"])
 def test_servers_choose_experts_with_the_bias_that_training_moved(place, serve):
@@ -825,6 +836,7 @@ def score(text, row):
 """
 
 
+@pytest.mark.slow
 def test_a_run_with_keys_leaves_no_trace_of_them(place, tmp_path, monkeypatch, capfd):
     """The server has its key from the environment, the stager from a file; the run the other way round."""
     (tmp_path / "spy.py").write_text(SPY)
@@ -913,6 +925,7 @@ def test_only_one_server_may_be_in_process():
         Serve(inside=True, count=2)
 
 
+@pytest.mark.slow
 def test_a_mixture_reports_each_source_and_resumes_exactly(place):
     """Two groups of three from one source in each batch; the one taken up has the same metrics."""
     data = f"sums={place}/rows.jsonl:3,more={place}/heldout.jsonl:1"

@@ -47,6 +47,8 @@ def config(place, out, serve, steps=2, eta=0, **training):
     )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "how, inside, more",
     [

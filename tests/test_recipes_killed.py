@@ -136,6 +136,7 @@ def test_nothing_outlives_a_killed_run(place):
 INSTANTS = [pytest.param(n, marks=pytest.mark.slow if n in (5, 12) else pytest.mark.wide) for n in range(20)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("n", INSTANTS)
 def test_a_run_killed_at_any_instant_leaves_nothing_and_goes_on(place, n):
     """From the first import to a step; saved by time and published all along."""

@@ -368,6 +368,7 @@ def test_reinforcement_learning_that_is_killed_takes_every_prompt_once(tmp_path,
     assert whole == {i: order[i] for i in range(G * last)}
 
 
+@pytest.mark.slow
 def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly(tmp_path, monkeypatch):
     """Of sft: by metrics, which differ if one row does. A bad row in the middle ends it in a saved state."""
     monkeypatch.setattr(many_rows, "CHECKED", 2)

@@ -71,6 +71,7 @@ def test_dpo_learns_and_resumed_equals_uninterrupted(place):
     assert steps == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_too_long_pairs_are_left_out(place, capsys):
     rows = [{"prompt": "1+", "chosen": "2" * n, "rejected": "3" * m} for n, m in ((1, 1), (70, 1), (1, 70), (2, 2))]
     long = config(place, "long", data=str(tiny.rows(place / "long.jsonl", rows)), heldout="", steps=1)
@@ -85,6 +86,7 @@ def test_kto_learns_from_single_completions(place):
     assert done["heldout_preference_accuracy"] >= 0.9 and done["left_out"] == 0 and "heldout_kl_baseline" in done
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_and_opens_in_transformers(place, scorer):
     """The scores are those of AutoModelForSequenceClassification, of a padded batch, and rank as the recipe says."""
     import torch

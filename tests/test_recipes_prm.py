@@ -56,6 +56,7 @@ def whole(place):
     return prm.main(config(place, "whole", save_every=12))
 
 
+@pytest.mark.slow
 def test_it_learns_which_steps_are_right_and_resumes_exactly(place, whole):
     lines = [line for line in run_dir.read_lines(place / "whole/metrics.jsonl") if "grad_norm" in line]
     assert whole["complete"] and whole["heldout_step_accuracy"] >= 0.95 and whole["heldout_step_nll"] < 0.4
@@ -69,6 +70,7 @@ def test_it_learns_which_steps_are_right_and_resumes_exactly(place, whole):
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_it_opens_in_transformers_and_rewards_the_steps_of_a_text(place, whole):
     """The rewards are the probabilities that AutoModelForTokenClassification gives label 1, on the tokens of TRL."""
     path = place / "whole/model"
@@ -94,6 +96,7 @@ def test_it_opens_in_transformers_and_rewards_the_steps_of_a_text(place, whole):
     np.testing.assert_allclose(np.mean(seen), whole["heldout_step_nll"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_the_head_of_a_checkpoint(place, whole):
     again = prm.main(config(place, "again", model=str(place / "whole/model"), steps=1, optim=Optimizer(lr=1e-5)))
     assert again["heldout_step_accuracy"] >= 0.9

@@ -50,6 +50,7 @@ def config(place, out, **changes):
     return replace(base, **changes)
 
 
+@pytest.mark.slow
 def test_a_wrapper_is_trained_and_exported_whole(place, tmp_path):
     """The text model alone moves."""
     model = tiny.wrapped(tiny.model(tmp_path / "model"))
@@ -85,6 +86,7 @@ def test_main_names_what_to_await_in_a_running_loop(recipe, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_is_awaited_and_cancelled_between_two_steps(place):
     """The state of a cancelled run is saved; awaited again, the run ends like one that was not cancelled."""
 
@@ -206,6 +208,7 @@ def test_a_complete_run_started_again_does_nothing(place, runs, capsys, monkeypa
     assert files() == before
 
 
+@pytest.mark.slow
 def test_a_complete_run_whose_model_is_damaged_or_gone_writes_it_again(place, runs, capsys):
     shutil.copytree(place / "whole", out := place / "harmed")
     model = out / "model/model.safetensors"
@@ -231,6 +234,7 @@ def test_a_run_of_another_recipe_is_not_gone_on_with(place, runs, capsys):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_the_weight_average_is_exported(place, runs, monkeypatch):
     """And goes on from the weights themselves."""
     trained, export = [], learner.export
@@ -296,6 +300,7 @@ def test_experts_can_be_balanced(place):
     assert told["balance_load"] > 0 and told["expert_load"] >= 1
 
 
+@pytest.mark.slow
 def test_adapters_train_over_frozen_weights(place):
     """Resumed as uninterrupted; the model written is the base with the adapters written merged into it."""
     tiny.model(place / "half", torch_dtype="bfloat16")
@@ -329,6 +334,7 @@ def test_adapters_that_could_not_be_written_are_refused_before_training(place):
     assert not (place / "gated/state").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     out = place / "stopped"
     command = [
@@ -350,6 +356,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     assert done["steps"] == stopped + 1 and done["complete"]
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_after_the_line_of_its_step(place, monkeypatch):
     """A run that is killed then has both, and the resumed one does not lack a line."""
     seen, save = [], orbax.Store.save
@@ -363,6 +370,7 @@ def test_a_state_is_saved_after_the_line_of_its_step(place, monkeypatch):
     assert seen == [(1, 1), (2, 2), (3, 3)]
 
 
+@pytest.mark.slow
 def test_the_terminal_says_what_a_run_does_and_that_it_learns_nothing(place, capsys):
     sft.main(config(place, "frozen", steps=2, optim=Optimizer(lr=0.0), heldout=str(place / "rows.jsonl")))
     said = capsys.readouterr().err
@@ -372,6 +380,7 @@ def test_the_terminal_says_what_a_run_does_and_that_it_learns_nothing(place, cap
     assert "What to look at" in (place / "frozen/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_all_turns_of_a_conversation_are_learnt(place):
     """In one sequence each, at the loss that the turns have one by one."""
     say = lambda *texts: [
@@ -394,6 +403,7 @@ def test_all_turns_of_a_conversation_are_learnt(place):
     assert [learnt("all", talk) // learnt("last", talk) for talk in talks] == [2, 3, 1]
 
 
+@pytest.mark.slow
 def test_too_long_rows_are_refused_or_left_out(place, capsys):
     tiny.rows(place / "long.jsonl", [{"prompt": "1+1", "completion": "2" * n} for n in (1, 30, 2, 40)])
     long = config(place, "long", data=str(place / "long.jsonl"), length=24, steps=2, batch=4)

@@ -67,6 +67,7 @@ def reference(place) -> float:
     return -float(np.mean(found))
 
 
+@pytest.mark.slow
 def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path, capfd):
     sft.main(config(place, tmp_path / "out"))
     assert " GB, its vision tower frozen ...\n" in capfd.readouterr().err
@@ -77,6 +78,7 @@ def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path, capfd):
     assert before.keys() == after.keys() and {name for name in before if "visual" in name} == same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{"vision": "auto"}, pytest.param({"vision": "trained"}, marks=pytest.mark.mesh)], ids=str
 )
@@ -160,6 +162,7 @@ def preferred(place):
         yield {**row, "images": images, "chosen": row["completion"], "rejected": "none of them."}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora", [Lora(), pytest.param(Lora(rank=2), marks=pytest.mark.mesh)], ids=["weights", "adapters"]
 )

@@ -65,6 +65,8 @@ def test_a_cpu_gets_eight_rows_or_what_its_mesh_divides(place, layout, wanted):
     assert microbatch.rows(sft.Config(model="", data="", rows=5)) == 5
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("gigabytes", "batch", "layout"), [(24, 64, Layout()), (20, 512, Layout(fsdp=8))])
 def test_the_fewest_rows_that_are_as_fast_as_any_that_fit(place, monkeypatch, gigabytes, batch, layout):
     """By the plans of every number of rows, at the command line."""
@@ -90,6 +92,7 @@ def test_the_fewest_rows_that_are_as_fast_as_any_that_fit(place, monkeypatch, gi
     assert planned("auto")["rows"] == chosen
 
 
+@pytest.mark.slow
 def test_what_the_compiled_step_needs_decides_before_the_first_step(place, monkeypatch, capsys):
     """Eight rows do not fit, by XLA's own numbers; four do, and train as `--rows 4`."""
     needed = []
@@ -117,6 +120,7 @@ def test_what_the_compiled_step_needs_decides_before_the_first_step(place, monke
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_with_any_rows_is_one_line(place, monkeypatch):
     monkeypatch.setattr(microbatch, "_memory_stats", lambda: [{"bytes_limit": GB, "bytes_in_use": GB}])
     options = dict(model=str(place / "model"), data=str(place / "rows.jsonl"), steps=1, batch=8, length=32)
@@ -124,6 +128,8 @@ def test_a_step_that_does_not_fit_with_any_rows_is_one_line(place, monkeypatch):
         sft.main(sft.Config(**options, out=str(place / "none")))
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("trie", ["off", "auto"])
 def test_reinforcement_learning_goes_on_with_fewer_rows(place, monkeypatch, trie):
     """The same metrics and weights as with these rows from the start."""

@@ -46,6 +46,7 @@ def marked(out, kind, said, of):
     return sorted({int(event["args"]["step_num"]) for event in events if event.get("name") == kind})
 
 
+@pytest.mark.slow
 def test_the_named_steps_are_traced(place, tmp_path, capsys):
     out = tmp_path / "run"
     assert cli.main(words(place, "sft", out, steps=5, profile="2:3")) == 0
@@ -57,6 +58,7 @@ def test_the_named_steps_are_traced(place, tmp_path, capsys):
     assert "sft starts after step 5: --profile 5 traces nothing\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_writes_what_it_has(place, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     log = run_dir.Run.log
@@ -84,6 +86,7 @@ def traced(out, between=lambda: None):
     assert done == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_trace(tmp_path, monkeypatch, capsys):
     """Its folder is a file; the disk is full when it is written, in or after the last step. One line each."""
     (tmp_path / "profile").write_text("")
@@ -118,6 +121,7 @@ def test_reinforcement_learning_is_traced(place, tmp_path, capsys):
     assert marked(out, "grpo", capsys.readouterr().err, "step 2") == [2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 @pytest.mark.parametrize(
     "given, told",

@@ -62,6 +62,7 @@ def bad(capsys, *words):
     return err
 
 
+@pytest.mark.slow
 def test_any_kept_step_is_what_the_run_exported_then(place, tmp_path, capsys):
     """A wrapper with a vision tower, and an average of the weights, at its end and a step before."""
     model = tiny.wrapped(tiny.model(tmp_path / "model"))
@@ -79,6 +80,7 @@ def test_any_kept_step_is_what_the_run_exported_then(place, tmp_path, capsys):
     assert any(not np.array_equal(one[name], newest[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_adapters_are_written_as_such_or_merged(run, tmp_path):
     for words, name in (([], "adapter"), (["--merge"], "model")):
         assert cli.main(["convert", str(run), str(tmp_path / name), *words]) == 0
@@ -89,6 +91,7 @@ def test_adapters_are_written_as_such_or_merged(run, tmp_path):
     assert any(np.abs(x - three[name].astype(np.float32)).max() > 1e-3 for name, x in two.items())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_said_in_one_line(place, run, tmp_path, capsys):
     assert "there is no state of step 1; kept are those of 2, 3" in bad(capsys, run, tmp_path / "new", "--step", 1)
     assert "adapters are written in float32 in one file, got --dtype bfloat16; merge" in bad(
@@ -130,6 +133,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_of_every_kind(name, place, tmp_path):

@@ -104,6 +104,8 @@ def moved(place, policy, tmp_path) -> set[str]:
     return {name for name in before if not np.array_equal(before[name], after[name])}
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["frozen", "trained"])
 def test_a_step_scores_as_transformers_and_moves_what_trains(place, tmp_path, how):
     state = built(place, vision=how)
@@ -114,6 +116,7 @@ def test_a_step_scores_as_transformers_and_moves_what_trains(place, tmp_path, ho
     assert names == ({False} if how == "frozen" else {False, True})
 
 
+@pytest.mark.slow
 def test_a_drawn_image_token_is_text_and_not_learnt(place):
     """Its embedding stays, as in a model that has it twice, and its position is the next on all axes."""
     made = groups(place)
@@ -137,6 +140,7 @@ def test_a_drawn_image_token_is_text_and_not_learnt(place):
     np.testing.assert_allclose(got[others], wanted[others], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_train_over_a_tower_that_stays(place, tmp_path):
     state = built(place, lora=Lora(rank=2, alpha=4.0), objective=losses.GRPO(kl=kl.KL(coef=0.1)))
     report = trainer.train_on_batch(state, groups(place))
@@ -149,6 +153,8 @@ def test_adapters_train_over_a_tower_that_stays(place, tmp_path):
     assert keys and all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["frozen", "trained"])
 def test_a_critic_reads_images(place, how):
     """Its values are logits of transformers if its head is a row of the output head."""
@@ -170,6 +176,7 @@ def test_a_critic_reads_images(place, how):
     assert not np.array_equal(head["score"], critic.state.params["score"])
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     "layout, more",

@@ -104,6 +104,7 @@ def test_one_source_is_as_before(place):
     assert opened(str(place / "rows.jsonl")) == sources.Prompts(ROWS, seed=3)
 
 
+@pytest.mark.slow
 def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(place, capsys):
     options = "--steps 4 --batch 10 --length 64 --rows 4 --optim.lr 1e-2 --save-every 2".split()
     words = ["train", "sft", "--model", f"{place}/model", "--out", f"{place}/mixed", *options]
@@ -284,6 +285,7 @@ def test_what_is_no_data_is_refused(data, given, words):
         opened(data, given)
 
 
+@pytest.mark.slow
 def test_sft_trains_on_objects_and_resumes_exactly(place):
     """The same as on the file they are of; a stream with its own order, twice the same."""
     sft.main(config(place, "file"))

@@ -100,6 +100,7 @@ INSTANTS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("recipe, n", INSTANTS)
 def test_files_agree_whenever_a_run_is_stopped(place, recipe, n):
     """From the first import to the exit; every fifth time within the last step or after it."""
@@ -138,6 +139,7 @@ def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
     assert process.wait(120) == 130 and not (tmp_path / "grpo").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_run_whose_last_state_does_not_fit_on_the_disk_has_no_summary(place, tmp_path, recipe):
     """Its checkpoint does fit; a summary would call the run complete."""

@@ -57,6 +57,8 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [
     name if name in ("sft", "dpo") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES
 ])  # fmt: skip
@@ -96,6 +98,7 @@ def test_recurrent_layers_get_nodes_that_begin_at_chunks(place):
     same(*reversed(lines), place / "recurrent-auto/model", place / "recurrent-off/model")
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("method, layout", [
     ("gather", Layout(fsdp=2, cp=2, tp=2)), ("ulysses", Layout(fsdp=2, cp=2)),
@@ -144,6 +147,8 @@ BESIDE = {name: job_program.BESIDE[name] for name in ("reference", "critic", "te
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("beside", [
     name if name == "reference" else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE
 ])  # fmt: skip

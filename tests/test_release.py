@@ -103,6 +103,7 @@ def no_package():
     """The checks pass, and the build fails."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "before, version, error",
     [
@@ -167,6 +168,7 @@ def stopped(at="", how=""):
     return subprocess.Popen(words, env=path, stdin=-1, stdout=-1, stderr=-1, text=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("command", ["worktree", "commit", "tag", "merge"])
 def test_a_command_that_fails_undoes_all(repository, command):
     Path("dist").mkdir()

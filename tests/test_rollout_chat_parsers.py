@@ -78,6 +78,7 @@ def joined(pieces):
         yield from [Text(kind, "".join(piece.text for piece in same))] if kind else same
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("style, render", RENDERED)
 @given(content=plain, calls=calls, reasoning=plain, opened=st.booleans())
 def test_reasoning_content_and_calls_round_trip_in_every_style(style, render, content, calls, reasoning, opened):
@@ -87,6 +88,7 @@ def test_reasoning_content_and_calls_round_trip_in_every_style(style, render, co
     assert len({call.id for call in answer.tool_calls}) == len(calls)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("style", parsers.STYLES)
 @given(
     soup=st.lists(st.sampled_from(PIECES), max_size=14).map("".join),

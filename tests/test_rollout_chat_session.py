@@ -220,6 +220,7 @@ def plans(draw):
     return steps
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(plans(), st.sampled_from(sorted(TEMPLATES)), st.integers(0, 3))
 def test_random_trees_of_conversations(steps, name, seed):
@@ -291,6 +292,7 @@ def test_rewards_are_discounted_along_the_tree():
         session.set_reward(1.0, "nobody")
 
 
+@pytest.mark.slow
 def test_rows_of_an_episode_count_as_one_in_the_baseline():
     """Two rows of one rollout against one of another: the baseline is the mean of both rewards."""
     reward_BJ, group_BJ, rollout_BJ = np.array([[1.5, 1.5, 0.5]]), np.zeros((1, 3), int), np.array([[0, 0, 1]])

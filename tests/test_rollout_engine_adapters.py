@@ -82,6 +82,7 @@ def alone():
     return results
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.permutations(POOL), st.permutations(NAMES))
 def test_samples_do_not_depend_on_the_adapters_of_neighbours(alone, requests, names):
@@ -108,6 +109,7 @@ def test_each_request_uses_its_own_adapter_over_the_current_base(alone):
         assert done.versions == [("1", 0, 12)]
 
 
+@pytest.mark.slow
 def test_published_adapters_of_fused_modules_are_served(tmp_path):
     """Phi 3's parts of qkv_proj and gate_up_proj, from a directory in PEFT's form."""
     config = models.config_from_hf(json.loads(CONFIG.source) | dict(model_type="phi3", tie_word_embeddings=False))
@@ -122,6 +124,7 @@ def test_published_adapters_of_fused_modules_are_served(tmp_path):
     np.testing.assert_allclose(done.logp, logp_TV[np.arange(12), np.array(done.tokens)], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_of_latent_attention_are_absorbed_as_its_weights_are():
     """Decoding applies the part of an adapter that makes keys to queries, and the part that makes values to outputs."""
     config = models.config_from_hf(
@@ -144,6 +147,7 @@ def test_adapters_of_latent_attention_are_absorbed_as_its_weights_are():
         np.testing.assert_allclose(done.logp, logp_TV[np.arange(12), np.array(done.tokens)], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_loading_and_unloading_do_not_affect_running_requests():
     begun, ended, done = threading.Event(), threading.Event(), []
 

@@ -11,6 +11,7 @@ from areax.rollout.engine import bench
 from areax.rollout.engine.engine import Engine
 
 
+@pytest.mark.slow
 def test_every_size_up_to_the_slots_is_measured(tmp_path, capsys):
     model = tiny.model(tmp_path / "model")
     assert cli.main(["serve", str(model), "--bench", "--slots", "3", "--context", "64"]) == 0
@@ -23,6 +24,7 @@ def test_every_size_up_to_the_slots_is_measured(tmp_path, capsys):
         assert abs(each - 1000 * requests / rate) < 0.1 + 0.01 * each
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_and_answers_are_as_long_as_counted():
     config = models.config_from_hf({**tiny.HF, "vocab_size": 60, "eos_token_id": 3})
     with Engine(config, tiny.weights(models.table(config), 0.2), slots=3, context=64) as engine:

@@ -289,6 +289,7 @@ def test_nan_weights_leave_no_trace_in_the_cache(engine):
     assert all(map(same, engine.generate(asked), before))
 
 
+@pytest.mark.slow
 def test_weights_may_be_sharded_over_a_training_mesh(engine):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     last = lambda x: jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "tp")

@@ -101,6 +101,7 @@ def schema(rng: random.Random, depth=2):
     }[kind]
 
 
+@pytest.mark.slow
 def test_random_schemas_are_obeyed_by_a_random_model(engine):
     schemas = [schema(random.Random(seed)) for seed in range(200)]
     held = [json.dumps(one) for one in schemas]
@@ -112,6 +113,7 @@ def test_random_schemas_are_obeyed_by_a_random_model(engine):
     assert len({*texts}) > 120 and sum(map(len, texts)) > 4000  # they are neither all equal nor all empty
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [r"[a-c]{3,9}x?", r"^\d{4}-\d{2}$", "(yes|no) or (yes|no)", r'"[^"]{2,8}"', "é+🙂"])
 def test_a_regex_matches_the_whole_text(engine, pattern):
     requests = [ask(f"{pattern}{i}", "regex", pattern, seed=i, top_k=(-1, 3)[i % 2]) for i in range(4)]
@@ -182,6 +184,7 @@ def test_a_waiting_slot_keeps_its_state(family):
     assert all(map(same, [alone[0], alone[2], alone[3], alone[1]], together))
 
 
+@pytest.mark.slow
 def test_a_grammar_survives_a_retraction():
     text = json.dumps({"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 12, "maxItems": 12})
     request = ask("r", "json_schema", text, frequency_penalty=0.6, repetition_penalty=1.3)

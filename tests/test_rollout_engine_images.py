@@ -141,6 +141,8 @@ def alone(request):
     return request.param, found
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_log_probabilities_are_those_of_training(alone):
     name, found = alone
     config, params = model(name)
@@ -158,6 +160,8 @@ def unused(engine):
     return all(of.free == of.count for of in engine._slots.cache.pages)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_samples_are_those_of_requests_alone_with_half_the_memory(alone):
     """In company and in another order, although requests share pages, lose theirs and get them back."""
     name, wanted = alone
@@ -167,6 +171,7 @@ def test_samples_are_those_of_requests_alone_with_half_the_memory(alone):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.sweep
 def test_a_cached_prefix_is_that_of_the_same_image(alone):
     """Of another one as far as the text before it; with recurrent layers only the states behind prompts are kept."""
     name, wanted = alone
@@ -180,6 +185,7 @@ def test_a_cached_prefix_is_that_of_the_same_image(alone):
         assert unused(engine)
 
 
+@pytest.mark.slow
 def test_pages_of_another_size_give_the_same_tokens():
     name = "qwen3_vl"
     with engine_of(name) as small, engine_of(name, page=32) as large:
@@ -188,6 +194,7 @@ def test_pages_of_another_size_give_the_same_tokens():
             np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_random_aborts_lose_no_page_and_no_features():
     rng, ended = np.random.default_rng(0), threading.Semaphore(0)
     many = [dataclasses.replace(one, rid=f"{turn} {one.rid}") for turn in range(3) for one in requests("qwen3_vl")]
@@ -224,6 +231,8 @@ def encoded(engine):
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
 def test_a_group_encodes_its_images_once(name):
     tokens, images = prompt(9, 4, WIDE, 30, SMALL, 3)
@@ -242,6 +251,7 @@ def reference(name):
     return theirs, *torch_dicts.from_state_dict(config, theirs.state_dict())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", vlm.CASES)
 def test_greedy_answers_are_those_of_transformers(name):
     theirs, config, params = reference(name)
@@ -275,6 +285,7 @@ def negative(params):
     return jax.tree.map(lambda x: -x, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_features_are_those_of_the_weights_in_use(mode, monkeypatch):
     """Also of a prompt that was computed as far as the middle of an image when new weights came."""
@@ -293,6 +304,8 @@ def test_features_are_those_of_the_weights_in_use(mode, monkeypatch):
         assert mode == "in_place" or same(done[0], wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("predicts", [False, True], ids=["text", "mtp"])
 def test_drafts_change_no_bit(predicts):
     """Found in texts, or predicted, by a layer that sees no images."""
@@ -314,6 +327,7 @@ def test_drafts_change_no_bit(predicts):
         assert engine.stats()["accepted"] > 0
 
 
+@pytest.mark.slow
 def test_adapters_read_images():
     config, params = model("qwen3_vl")
     spec = lora.Lora(rank=3, alpha=5)
@@ -328,6 +342,7 @@ def test_adapters_read_images():
         np.testing.assert_allclose(made.logp, wanted[len(tokens) - 1 :], atol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     "name, split",
@@ -343,6 +358,7 @@ def test_samples_over_devices_are_those_of_one_device(name, split):
         np.testing.assert_allclose(a.logp, b.logp, atol=4e-5)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_prompts_of_images():
     """Requests with the same images go where these have been computed, those with others may go elsewhere."""
     config, params = model("qwen3_vl")

@@ -60,6 +60,7 @@ async def seen(fleet):
     return done.version, done.tokens, done.logp, sums
 
 
+@pytest.mark.slow
 def test_weights_handed_over_as_arrays_equal_those_from_files(place):
     """Bit for bit, whatever becomes of the trainer's buffers once they are staged."""
     root, _, masters = place
@@ -94,6 +95,7 @@ def test_weights_handed_over_as_arrays_equal_those_from_files(place):
         asyncio.run(main(url, handover))
 
 
+@pytest.mark.slow
 def test_a_base_model_stops_at_the_end_of_turn_of_its_chat_template(tmp_path):
     """Its files name only the end of text; versions that name both ends are the model that is served."""
     path = parrot.model(tmp_path / "model", ["go", "four"], template=tokenizer.CHAT_TEMPLATE)
@@ -118,6 +120,7 @@ def test_a_base_model_stops_at_the_end_of_turn_of_its_chat_template(tmp_path):
         asyncio.run(main(url))
 
 
+@pytest.mark.slow
 def test_the_key_of_servers_guards_it_too(place, monkeypatch):
     monkeypatch.setenv("AREAX_SERVER_KEY", "secret")
 

@@ -54,6 +54,7 @@ def engine_of(case, mesh=ONE_DEVICE, share=None, draft=1):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case, split", MESHES)
 def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case, split):
     """Tokens, and log-probabilities within 1e-5 (delta nets 4e-5); bits with little memory, in company or alone."""
@@ -89,6 +90,7 @@ def compiled_step(slots):
         ).compile()  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("case, split", [("qwen3", EngineMesh(tp=2)), ("qwen3_moe", EngineMesh(ep=2, tp=2))], ids=str)
 def test_a_step_sends_two_sums_a_layer_and_no_pages(case, split):
@@ -112,6 +114,7 @@ def test_a_step_sends_two_sums_a_layer_and_no_pages(case, split):
     assert compiled.memory_analysis().alias_size_in_bytes == own
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     "case, split",

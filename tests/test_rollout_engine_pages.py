@@ -76,6 +76,7 @@ def alone(request):
         return request.param, found
 
 
+@pytest.mark.sweep
 def test_samples_are_the_same_with_half_the_memory(alone):
     """Although requests wait, share pages, lose theirs and get them back."""
     case, wanted = alone
@@ -86,6 +87,7 @@ def test_samples_are_the_same_with_half_the_memory(alone):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.sweep
 def test_a_cached_prefix_changes_no_bit(alone):
     """Of prompts that were computed before, and whose beginning was."""
     case, wanted = alone
@@ -98,6 +100,7 @@ def test_a_cached_prefix_changes_no_bit(alone):
         assert unused(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3 window", pytest.param("deepseek_v3", marks=pytest.mark.wide)])
 def test_keys_and_values_in_eight_bits(case):
     """A quarter of the memory of fp32; the same bits alone, in company, with 40 % of that, and behind cached prompts;
@@ -127,6 +130,7 @@ def test_keys_and_values_in_eight_bits(case):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_5_text"])
 def test_a_group_computes_its_prompt_once(case):
     config, params = model(case)
@@ -138,6 +142,7 @@ def test_a_group_computes_its_prompt_once(case):
     assert sorted(progress.cached_tokens for progress in done) == [0, *[99] * 15]
 
 
+@pytest.mark.slow
 def test_a_complete_prompt_gives_way_to_an_earlier_one_that_is_longer():
     """Before it has decoded anything, and although another one needs no more than its prompt."""
     rng = np.random.default_rng(2)
@@ -153,6 +158,8 @@ def test_a_complete_prompt_gives_way_to_an_earlier_one_that_is_longer():
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case, start", [("qwen3", 0), ("qwen3_5_text", None)])
 def test_a_prompt_that_needs_all_memory_gets_that_of_cached_chunks_it_cannot_use(case, start):
     """As its log-probabilities are needed, or as the state behind the chunks is not kept."""
@@ -168,6 +175,7 @@ def test_a_prompt_that_needs_all_memory_gets_that_of_cached_chunks_it_cannot_use
         assert ended.wait(60) and unused(engine)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_cached_again_after_its_last_pages_were_needed():
     rng = np.random.default_rng(4)
     ask = lambda name, n, more: Request(
@@ -207,6 +215,7 @@ def test_a_prompt_half_computed_with_old_weights_is_not_cached(monkeypatch):
         assert all(same(engine.generate([asked])[0], wanted) for _ in range(2))
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_a_prompt_are_of_one_version(monkeypatch):
     config, params = model("qwen3_moe")
     new = jax.tree.map(lambda x: -x, params)
@@ -272,6 +281,8 @@ def test_a_pause_with_abort_also_ends_requests_that_lost_their_memory():
         assert begun and all(progress.finish for progress in begun)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("draft", [1, 4])
 def test_a_step_updates_pages_in_place(draft):
     """Else XLA would copy the whole memory at each step."""

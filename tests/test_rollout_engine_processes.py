@@ -158,6 +158,7 @@ def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
         assert "http://" not in server.said(1)
 
 
+@pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("killed", [0, 1])
 def test_if_a_process_is_killed_the_other_ends_and_the_fleet_goes_on(models, tmp_path, killed):

@@ -52,6 +52,7 @@ def placed(k_BLKH, v_BLKV, ends, seed):
 CASES = thinned(itertools.product(PATTERNS, STARTS, [False, True], [(1, 1), (2, 1), (6, 8)]), 5, pytest.mark.wide)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind, T, sinks, many", CASES)
 def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many, monkeypatch):
     monkeypatch.setattr(attention, "together", lambda *_: many)
@@ -96,6 +97,7 @@ def test_pages_in_eight_bits(T):
     check("all", T, True, 8, 5, kept=ml_dtypes.float8_e4m3fn)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("many", [(1, 1), (6, 4)])
 @pytest.mark.parametrize("kind", PATTERNS)
 def test_a_query_gets_the_same_bits_at_any_place_among_others(kind, many, monkeypatch):

@@ -201,6 +201,7 @@ def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
 LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, and a partial one over several cache chunks
 
 
+@pytest.mark.sweep
 def test_greedy_tokens_are_those_of_transformers(served, tmp_path):
     import torch
     import transformers
@@ -219,6 +220,7 @@ def test_greedy_tokens_are_those_of_transformers(served, tmp_path):
         assert progress.finish == ({"type": "stop", "matched": 7} if ended else {"type": "length", "length": 50})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("served", served_by(pytest.mark.mesh), indirect=True)
 def test_logprobs_equal_those_of_a_teacher_forced_forward_pass(served):
     config, params, engine = served
@@ -252,6 +254,7 @@ def test_logprobs_equal_those_of_a_teacher_forced_forward_pass(served):
         check(progress.input_logp[1:], progress.input_top[1:], 1, 1.0)
 
 
+@pytest.mark.sweep
 def test_samples_do_not_depend_on_neighbours(served):
     """Bit for bit, even if the tokens of all slots are sorted by expert together."""
     sampling = lambda i: Sampling(1.0, max_new_tokens=30, ignore_eos=True, seed=i)
@@ -269,6 +272,7 @@ def test_latent_attention_caches_one_vector_for_all_heads():
         assert (keys.shape, values.shape) == ((6, 1, 18 + 6, 16), (6, 1, 16, 18))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", "qwen3_5_text", "gemma4_text"])
 def test_the_size_of_caches_is_known_before_they_are_made(case):
     """What is refused as too large must not fit: latent vectors, states and shared keys take less than keys would."""
@@ -297,6 +301,7 @@ def recording(**more):
     ]
 
 
+@pytest.mark.slow
 def test_routed_experts_are_recorded_and_can_be_replayed(mixture):
     """They are recorded for every token but the last, however prompts were cached; replaying them changes nothing."""
     config, params, engine = mixture
@@ -322,6 +327,7 @@ def test_routed_experts_are_recorded_and_can_be_replayed(mixture):
     assert not np.array_equal(score(packing.pack(changed, 96, rows=8)).aux["load"], score(own).aux["load"])
 
 
+@pytest.mark.slow
 def test_a_retracted_request_keeps_its_recorded_experts(mixture):
     _, params, engine = mixture
     request = recording()[-1]
@@ -363,6 +369,7 @@ def test_recorded_experts_are_sent_in_the_format_of_sglang(mixture):
         dense.generate(ask.requests)
 
 
+@pytest.mark.slow
 def test_decoding_with_bfloat16_weights():
     config, params = model("qwen3")
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -393,6 +400,7 @@ def replayed(config, prompt, progress, i):
     return sample.replace(arrays={"routed_experts": ("input", np.concatenate([routed, unknown]))})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in COMMON else pytest.mark.wide) for case in ALL]
 )

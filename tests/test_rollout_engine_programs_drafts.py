@@ -75,6 +75,8 @@ def marks(case):
     return () if case in FIRST else pytest.mark.mesh if case in THEN else pytest.mark.wide
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in ALL])
 def test_drafts_change_no_bit(case):
     """Although requests also share pages, lose theirs and get them back."""
@@ -106,6 +108,7 @@ def options(stop):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_options_hold_with_drafts(engine):
     """With the tokens of an engine that computes them one by one; stops, budgets and ends within a step."""
     with engine_of("qwen3") as plain:
@@ -162,6 +165,7 @@ def test_a_pause_in_place_changes_no_bit(engine):
     assert done.wait(60) and last[0].tokens == wanted.tokens
 
 
+@pytest.mark.slow
 def test_drafts_with_adapters():
     asked = [adapting.ask(str(i), name, 24) for i, name in enumerate(["", "a", "b"])]
     with adapting.served(draft=WIDTH) as engine:
@@ -175,6 +179,7 @@ def test_drafts_with_adapters():
         assert counts(engine)[1] > 10
 
 
+@pytest.mark.slow
 def test_a_grammar_takes_no_drafts_and_neighbours_do():
     held = grammars.ask("held", "regex", "(ab|c){9}", more=40)
     beside = [grammars.ask(f"free{i}", more=40) for i in range(2)]

@@ -39,6 +39,8 @@ def engine_of(case, share=None, predicts=True, draft=WIDTH, mesh=ONE_DEVICE, voc
     return Engine(config, {**params, "mtp": w} if predicts else params, **sizes, kv_cache_dtype=kept)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case", ["qwen3_next", *(pytest.param(case, marks=pytest.mark.mesh) for case in ("deepseek_v3", "glm4_moe"))]
 )
@@ -68,6 +70,7 @@ def exact(case, vocab=96):
     return config, params, {"stacks": [own]}
 
 
+@pytest.mark.slow
 def test_nearly_all_drafts_of_a_layer_that_is_right_are_accepted():
     """At temperature 1, too: drafts are drawn with the noise of what is sampled."""
     config, params, w = exact("glm4_moe")
@@ -96,6 +99,8 @@ def check_bits(case, **options):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case", ["glm4_moe", *(pytest.param(case, marks=pytest.mark.mesh) for case in ("deepseek_v3", "qwen3_next"))]
 )
@@ -112,6 +117,7 @@ def test_samples_are_those_of_drafts_from_texts():
         assert all(map(same, one.generate(asked), other.generate(asked)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case, split",
     [

@@ -83,6 +83,8 @@ CASES = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_follows_the_formulas(engine, name, temperature):
@@ -108,6 +110,7 @@ def test_decoding_follows_the_formulas(engine, name, temperature):
     assert one.tokens != plain.tokens and ask("one", **options).sampling.constrained
 
 
+@pytest.mark.slow
 def test_neighbours_keep_their_bits_and_slots_their_counts(engine):
     free = [ask(f"free {i}", seed=i, temperature=(1.0, 0.0)[i % 2]) for i in range(6)]
     held = [ask(f"held {i}", seed=i, **CASES["all"]) for i in range(6)]

@@ -53,6 +53,7 @@ def probabilities(logits_V, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, ban
 LOGITS = np.random.default_rng(0).normal(size=12) * 1.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "how",
     [
@@ -102,6 +103,7 @@ def test_filters_equal_filtering_by_sorting(logits, top_k, top_p, min_p):
     assert (kept <= sure).all() and (kept >= least).all()
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_its_own_logits_and_controls_only():
     rng = np.random.default_rng(1)
     S, V = 16, 300
@@ -139,6 +141,7 @@ def test_noise_is_the_documented_random_stream():
         np.testing.assert_array_equal(noise_SV[row], jax.random.gumbel(key, (5,)))
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=20, max_size=20))
 def test_ordered_bits_sort_as_floats(values):
     x = np.asarray(values, np.float32) + np.float32(0)  # -0 and 0 are equal, their bits are not

@@ -100,6 +100,7 @@ class Told:
         return self.last
 
 
+@pytest.mark.slow
 def test_a_request_has_the_bits_of_one_engine_in_any_replica():
     with one_engine() as one, replicas() as both:
         wanted = one.generate(requests("qwen3"))
@@ -241,6 +242,7 @@ def test_a_pause_lets_new_weights_in_that_wait_for_a_replica(monkeypatch):
         assert [span[0] for span in told.wait()["a"].versions] == ["default", "new"]
 
 
+@pytest.mark.slow
 def test_engines_that_wait_for_each_other_can_be_closed(monkeypatch):
     barriers, failed = watched(monkeypatch), []
     both = replicas()
@@ -275,6 +277,7 @@ def test_memory_is_released_and_taken_by_all():
         assert both.able and all(map(same, both.generate(ask), wanted))
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_by_all_or_by_none():
     config, _ = model("qwen3")
     one, other = (

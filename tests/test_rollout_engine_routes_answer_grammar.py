@@ -88,6 +88,7 @@ GRAMMARS = Grammars(BYTES, len(BYTES))
 TEMPLATES = [("deepseek", "```json"), *((style, "") for style in parsers.STYLES)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("style, template", TEMPLATES)
 @pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
 def test_forced_calls_are_read_by_the_parser(style, template, markers):

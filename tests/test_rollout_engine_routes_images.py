@@ -42,6 +42,7 @@ def body(**more):
     return {"sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}, **more}
 
 
+@pytest.mark.slow
 def test_a_prompt_is_the_same_as_text_or_ids_expanded_or_not(inside):
     server, service = inside
     text = f"a{START}{PAD}{END}b{START}{PAD}{END}c"
@@ -70,6 +71,7 @@ def test_a_prompt_is_the_same_as_text_or_ids_expanded_or_not(inside):
     assert server.ok("/model_info")["has_image_understanding"]
 
 
+@pytest.mark.slow
 def test_a_client_sends_the_prompts_that_sessions_make(inside):
     server, service = inside
     processor = images.load(service.path)
@@ -152,6 +154,7 @@ def test_what_cannot_be_an_image_is_refused_in_one_line(inside, more, words):
     assert status == 400 and words in answer["error"]["message"] and "\n" not in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_text_model_refuses_images(tmp_path):
     tiny.model(tmp_path / "text")
     with in_process.serving(str(tmp_path / "text"), OPTIONS, dtype="float32") as (url, _):
@@ -172,6 +175,7 @@ def probe(server):
     return text, server.ok("/generate", body(text=f"a{START}{PAD}{END}b", image_data=WIDE))["output_ids"]
 
 
+@pytest.mark.slow
 def test_new_weights_have_their_tower_or_leave_the_old_one(folder, tmp_path, inside):
     """From files and from a trainer of this process, also after the memory for weights was released."""
     (config, first), tokens = hf.load(folder, vision=True), tokenizer.load(folder)
@@ -212,6 +216,7 @@ def test_new_weights_have_their_tower_or_leave_the_old_one(folder, tmp_path, ins
     assert probe(server) == found["a"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_an_image_processor_serves_text(folder, inside, tmp_path):
     shutil.copytree(folder, tmp_path / "a")
     (tmp_path / "a" / images.FILE).unlink()

@@ -125,6 +125,7 @@ def test_tools_of_responses(client):
     assert kinds[-1] == "response.completed" and "response.function_call_arguments.done" in kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def test_an_agent_of_the_agents_sdk(server, kind):
     import agents  # slow to import
@@ -151,6 +152,7 @@ def test_an_agent_of_the_agents_sdk(server, kind):
     assert asyncio.run(main()) == ("It is 3.5.", "It is 3.5.") and asked == [(1, 2.5)] * 2
 
 
+@pytest.mark.slow
 def test_a_marker_that_is_a_special_token_and_the_options_of_the_command(tmp_path):
     tag = "<|python_tag|>"
     call = ["#add", "Now.", tag, '{"name": "add", "parameters": {"a": 1, "b": 2}}']
@@ -169,6 +171,7 @@ def test_a_marker_that_is_a_special_token_and_the_options_of_the_command(tmp_pat
     assert thought.message.content == "".join(THINK[1:])
 
 
+@pytest.mark.slow
 def test_tools_that_have_no_effect_are_refused(tmp_path):
     with servers.embedded(parrot.model(tmp_path / "m", CALL, template="{{ messages[0].content }}")) as server:
         body = {"messages": say("#add")}
@@ -667,6 +670,7 @@ def test_texts_and_conversations_are_tokenized(server, client, start):
     assert text.endswith("<|im_start|>#think<off>") and '"name": "add"' in text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "path, body, words",
     [
@@ -758,6 +762,7 @@ def test_the_page_says_what_happens_to_every_field(name):
     assert dict(said) == held and len(said) == len(held)
 
 
+@pytest.mark.slow
 def test_the_page_names_every_route(server):
     said = {
         (path, frozenset(methods.split(", "))): what

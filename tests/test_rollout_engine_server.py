@@ -192,6 +192,7 @@ LONG_MESSAGE = [{"role": "user", "content": "1" * 100_000}]
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "path, body, words",
     [
@@ -512,6 +513,7 @@ def test_bad_staging_requests_are_refused(server, body):
 # -- start-up and shutdown -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
     shutil.copytree(models / "a", tmp_path / "a")
     for file in (tmp_path / "a").glob("*token*"):
@@ -620,6 +622,7 @@ def test_bad_release_tags_are_refused(server, body):
     assert status == 400 and "tags" in answer["message"] and state(server)["released"] == []
 
 
+@pytest.mark.slow
 def test_memory_is_not_released_while_requests_run(server):
     with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
         next(events)

@@ -268,6 +268,7 @@ def test_the_client_passes_everything_on_and_training_refuses_it(server):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_aborted_text_begins_anew(server):
     async def main():
         async with clients.connect([server.url]) as fleet:

@@ -34,6 +34,8 @@ def never_gathered(x):
     raise AssertionError(f"an array on {len(x.devices())} devices was copied to the host")
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case, layout, dtype, adapters, engine, first",
     [

@@ -266,6 +266,7 @@ FAULTS = ["slow", "cut off", "garbage", "refused", "wrong version"]
 PATHS = ["/generate", "/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
 def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
     """One path after the other, on alternating servers; requests run meanwhile, and none is lost."""

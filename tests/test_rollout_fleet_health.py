@@ -325,6 +325,7 @@ def test_servers_that_may_not_join(tmp_path):
 # ---------------------------------------------------------------- everything at once
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [0, 6, 7, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 6))])
 def test_no_token_is_mislabelled_lost_or_duplicated_under_random_failures(tmp_path, seed):
     """A token's log-probability encodes the weights that really sampled it; servers die, lie and refuse at random."""

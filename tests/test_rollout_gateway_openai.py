@@ -254,6 +254,7 @@ def test_streamed_responses():
     served(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def test_an_openai_agents_sdk_agent(kind, streamed):

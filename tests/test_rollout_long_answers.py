@@ -68,6 +68,7 @@ def check(versions, prompt, tokens, logp, version):
     np.testing.assert_allclose(logp, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_answer_longer_than_several_steps_is_carried_over_their_pushes(versions, server):
     """With eta = 2 group 0 is admitted at version 0 and must be in batch 2, for which it needs tokens of all three."""
     made, ages, trained, eta = versions[0], {}, {}, 2
@@ -155,6 +156,7 @@ def test_generation_ends_in_time_with_what_there_is(versions, server):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+@pytest.mark.slow
 def test_generation_ends_where_a_sample_is_full(server):
     async def main():
         async with client.connect([server.url], longest=12) as fleet:

@@ -32,10 +32,12 @@ def held(report, *, grown=50 * MB):
     assert report.grown < grown
 
 
+@pytest.mark.sweep
 def test_hostile_requests_are_answered(server):
     held(fuzz.attack(server.port, server.process.pid, server.routes, 120, 0, warm=90, upkeep=server.upkeep))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_two_thousand_hostile_requests_a_server_are_answered(server):
     report = fuzz.attack(server.port, server.process.pid, server.routes, 2_000, 1, warm=300, upkeep=server.upkeep)
@@ -109,6 +111,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_arrives(server):
         assert sock.recv(2**16).startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_idle_connections_are_closed(server):
     """Those that never send a request, and those that stop in the middle of its head."""
@@ -187,6 +190,7 @@ def test_more_connections_than_allowed_get_a_503():
     run(main)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_no_data_is_cut_off(monkeypatch):
     monkeypatch.setattr(http_process, "STALLED_S", 0.3)
 

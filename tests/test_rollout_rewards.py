@@ -191,6 +191,7 @@ def test_a_failure_may_count_as_zero(file):
     assert counts == counted(scored=1, raised=1, died=1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("text, what", [("raise", "ZeroDivisionError: .*"), ("die", "killed its worker")])
 def test_a_reward_that_always_fails_raises_an_error(file, text, what):
     out, counts = ask(f"{file}:act", [text] * 12, workers=1, retries=0)
@@ -466,6 +467,7 @@ def test_a_batched_reward_gets_all_waiting_calls(file):
     assert {score.components["size"] for score in out} == {30}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bad, outcome", [("raise", "raised"), ("die", "died"), ("short", "raised"), ("hang", "late")])
 def test_the_failing_call_of_a_batch_is_identified(file, bad, outcome):
     async def main():
@@ -496,6 +498,8 @@ def test_an_areal_reward_runs_unchanged(file, name):
     assert asyncio.run(main()) == [Score(1.0), Score(0.0)]
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name, components", [("verl", {"acc": 1.0, "index": 3.0}), ("verl_short", {})])
 def test_a_verl_reward_runs_unchanged(file, name, components):
     row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "answer": "5", "extra_info": {"index": 3}}

@@ -90,6 +90,7 @@ def test_no_program(text):
     assert block(text, "python") == ""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "piece",
     ["```\n", "~~~\n```\n", "> ", "- ", "- a\n", "1. ", "    ", "[a]: ", "`", "*", "<think>", "</think>", "<a>\n"],

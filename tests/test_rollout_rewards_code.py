@@ -13,6 +13,7 @@ DOUBLE = "for line in open(0):\n    print(2 * int(line))\n"
 PAIRS = [{"input": "1\n2\n", "output": "2\n4\n"}, {"input": "21", "output": "42"}]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "text, tests, score",
     [

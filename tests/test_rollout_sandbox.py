@@ -102,6 +102,7 @@ def test_a_program_is_run(isolation):
     assert (text, folder, done.code) == ("text", home, 0) and int(count) <= 6  # a shell adds PWD and others
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     "why, code, limits",

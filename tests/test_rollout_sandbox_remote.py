@@ -249,6 +249,7 @@ def lives(pid):
         return False
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "arguments, message",
     [

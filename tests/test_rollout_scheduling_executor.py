@@ -95,6 +95,7 @@ async def train(ex, first, last, *, update=1.0, push=0.5, eta, each=lambda v, gr
     await pushing
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("eta", range(4))
 def test_no_group_is_older_than_eta_in_a_thousand_steps(eta):
     G, steps, ages, order = 4, 1000, Counter(), []

@@ -231,6 +231,7 @@ def stream(most, *, adapts, speeds, waves=1, requests=1200, mean=50, prompt=60):
     return clock.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_short_of_memory_is_kept_near_its_best_throughput(monkeypatch):
     """It admits every request and recomputes preempted ones: too many or too few requests are an eighth slower."""
     monkeypatch.setattr(rates, "AHEAD", 1)

@@ -141,6 +141,7 @@ def by_hand(config, eta):
     return seconds / (config.steps - skip), 1 - sum(spent[skip:]) / seconds, busy, dict(ages), np.mean(spans)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("eta", [0, 2])
 def test_long_answers_wait_and_age_as_by_hand(eta):
     """A push costs the real controller's requests their current token: up to 1.3 s of the 160 s of a step."""
@@ -161,6 +162,7 @@ def test_long_answers_wait_and_age_as_by_hand(eta):
         )
 
 
+@pytest.mark.slow
 def test_the_best_setting_is_the_least_eta_that_is_about_as_fast_as_any():
     config = dataclasses.replace(EVEN, eta=(0, 1, 2, 4), cv=1.0, steps=30, max_concurrent=8)
     outcomes = [simulate.simulate(*setting) for setting in simulate.settings(config)]
@@ -182,6 +184,7 @@ def test_interrupting_requests_fills_slots_that_draining_leaves_empty():
     assert interrupted.step_s < 0.9 * drained.step_s and interrupted.busy > drained.busy
 
 
+@pytest.mark.slow
 def test_oversampling_is_faster_if_generation_waits_for_the_slowest():
     """The same prompts are trained on, except for stopped ones that still wait for a batch."""
     config = dataclasses.replace(EVEN, cv=1.0, steps=18, groups=8, oversample=(0, 2, 4))

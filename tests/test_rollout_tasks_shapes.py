@@ -100,6 +100,7 @@ def test_the_control_moves_pictures_and_nothing_else(splits):
     assert np.mean([a["image"] == b["image"] for a, b in zip(rows, moved, strict=True)]) < 0.05
 
 
+@pytest.mark.slow
 def test_its_words_are_enough(splits, tmp_path):
     demo_vision.write(tmp_path, shapes.WORDS, shapes.SIDE, seed=0)
     tokens = tokenizer.load(tmp_path)

@@ -403,6 +403,7 @@ def test_a_wrong_key_of_a_stager_is_refused_before_the_run(place, monkeypatch):
     run(main)
 
 
+@pytest.mark.slow
 def test_invalid_addresses_and_options(place):
     async def main():
         with pytest.raises(ValueError, match="stagers must be one per server, in the same order, got 1 for 2"):

@@ -113,6 +113,7 @@ def test_rewards_of_steps_are_at_their_last_tokens(tokenizer):
     assert tokenizer.decode(sample.tokens[n + 3]) == tokenizer.decode(sample.tokens[n + 6]) == " "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8)])
 def test_advantages_and_returns_use_the_rewards_of_steps(tokenizer, gamma, lam):
     """Of GAE with a critic, and of discounted returns, in float64 token by token."""

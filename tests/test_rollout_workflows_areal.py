@@ -177,6 +177,7 @@ def test_prompts_and_answers_of_no_request_are_refused(changes, message):
         areal.samples(result, 1.0, ROW, DONE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name, scores",
     [
@@ -240,6 +241,7 @@ def test_an_argument_that_no_option_gives_is_refused(skills):
         run_skill(skills, "Agent", ["4"], ROW)
 
 
+@pytest.mark.slow
 def test_a_wrapped_reward_runs_in_a_process_and_a_hung_one_ends_with_it(functions):
     async def main():
         hung = areal.AsyncRewardWrapper(functions.hangs, timeout_seconds=0.2, max_workers=1, max_retries=0)
@@ -276,6 +278,7 @@ def test_a_reward_that_workers_cannot_import_is_refused():
             areal.AsyncRewardWrapper(function)
 
 
+@pytest.mark.slow
 def test_a_wrapped_reward_that_never_works_ends_the_run(functions):
     async def main():
         wrapped = areal.AsyncRewardWrapper(functions.raises, max_retries=0)

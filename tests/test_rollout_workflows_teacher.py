@@ -137,6 +137,7 @@ def test_missing_log_probabilities_become_nan():
     assert bodies[0]["top_logprobs_num"] == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "bad, words",
     [

@@ -70,6 +70,7 @@ BOTH = "docs/moe.md", "docs/zh/moe.md"
 DONE = "translations.py", "--done", "docs/zh/moe.md"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "damage, words, error",
     [
