@@ -9,8 +9,7 @@ import pytest
 
 RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
 PARTS = (
-    "lint test test-docs demo demo-holds test-mesh test-wheel test-kernels test-slow test-clients test-sglang "
-    "demo-controls"
+    "lint test test-docs demo demo-holds test-mesh test-wheel test-kernels test-slow test-clients test-sglang"
 ).split()
 MAKE = """#!/usr/bin/env bash
 echo "making $1"
