@@ -43,7 +43,8 @@ SECTIONS = {  # by the first part of a step's name: (title, text, settings, figu
     "trie": (
         "Samples that share their prompt",
         "A GRPO update on one group, as rows of one sample each and as one trie (`--trie auto`), which computes the "
-        "prompt\nonce. The gradient is the same but for rounding: its norm is given. Tokens are those of the samples.",
+        "prompt\nonce. The gradient is the same but for rounding: its norm in the first step is given. Tokens are "
+        "those of the\nsamples.",
         {name: setting(name) for name in ("shape", "samples", "prompt", "completion", "layout", "remat", "dtype")},
         {
             "computed": number("trie_ratio", ".1%"), "tokens/s": number("tokens_per_s"),
