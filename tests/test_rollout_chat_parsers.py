@@ -179,8 +179,14 @@ TYPES = {
     "text": {"type": "string"}, "maybe": {"type": ["string", "null"]}, "count": {"type": "integer"},
     "share": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "sure": {"type": "boolean"},
     "list": {"type": "array"}, "map": {"type": "object"}, "mode": {"enum": ["1", "2"]}, "size": {"enum": [1, 2]},
+    "named": {"$ref": "#/$defs/count"}, "both": {"allOf": [{"$ref": "#/$defs/count"}, {"minimum": 0}]},
+    "one": {"const": 1}, "either": {"oneOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}, "word": {"const": "1"},
 }  # fmt: skip
-TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}}]
+PARAMETERS = {
+    "$ref": "#/$defs/f",
+    "$defs": {"f": {"type": "object", "properties": TYPES}, "count": {"type": "integer"}},
+}
+TYPED = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,15 @@ TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
     [
         {"text": "3", "maybe": "x", "count": 3, "share": 0.5, "sure": True, "list": [1, "a"], "map": {"a": None}},
         {"text": "a\nb <b>\n", "maybe": None, "share": None, "mode": "1", "size": 2, "unknown": "7"},
-        {"text": "null", "count": "three"},  # what is not of its type stays text, for the tool to refuse
+        {"named": 3, "both": 4, "one": 1, "either": None, "word": "1"},
+        {
+            "text": "null",
+            "count": "three",
+            "list": "5",
+            "sure": "0",
+            "either": "x",
+            "size": "1.5",
+        },  # what is not of its type stays text, for the tool to refuse
         {},
     ],
 )

@@ -28,12 +28,20 @@ FIND = {
         "what": {"type": "string"},
         "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2},
         "odd": {"type": ["boolean", "null"]},
+        "colour": {"$ref": "#/$defs/colour"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]},
+        "count": {"allOf": [{"$ref": "#/$defs/count"}]},
+        "three": {"const": 3},
     },
-    "$defs": {"tag": {"enum": ["x", 1]}},
+    "$defs": {
+        "tag": {"enum": ["x", 1]},
+        "colour": {"type": "string", "enum": ["red", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["where", "what"],
     "additionalProperties": False,
 }
-SCHEMAS = {"add": ADD, "find it": FIND}
+SCHEMAS = {"add": {"$ref": "#/$defs/add", "$defs": {"add": ADD}}, "find it": FIND}
 DOCUMENT = {
     "type": "object",
     "properties": {"x": {"type": "boolean"}},
@@ -154,11 +162,20 @@ def test_a_document_or_calls():
     "schema, words",
     [
         ({"type": "string", "pattern": "a"}, "plain text"),
-        ({"$ref": "#/$defs/x"}, "need a type"),
+        ({"$ref": "#/$defs/gone"}, "need a type"),
+        ({"$ref": "#/$defs/short"}, "plain text"),
+        ({"anyOf": [{"allOf": [{"$ref": "#/$defs/short"}]}, {"type": "null"}]}, "plain text"),
         ({"type": "string", "maxLength": 3}, "plain text"),
     ],
 )
 def test_what_the_format_of_qwen3_coder_cannot_say_is_refused(schema, words):
-    SCHEMAS["odd"] = {"type": "object", "properties": {"p": schema}}
+    SCHEMAS["odd"] = {
+        "type": "object",
+        "properties": {"p": schema},
+        "$defs": {"short": {"type": "string", "maxLength": 3}},
+    }
     with pytest.raises(Refused, match=words):
+        grammar(names=("odd",), forced=("odd",), style="qwen3_coder")
+    SCHEMAS["odd"] = {"oneOf": [{"properties": {"p": {"type": "string"}}}, {"type": "object", "required": ["p"]}]}
+    with pytest.raises(Refused, match="must be one object"):
         grammar(names=("odd",), forced=("odd",), style="qwen3_coder")

@@ -141,6 +141,9 @@ def test_functions_without_a_json_schema_are_refused():
         Tool("a", "", {"type": "object", "properties": []}, print)
     with pytest.raises(ValueError, match='"object"'):
         Tool("a", "", {"type": "string"}, print)
+    with pytest.raises(ValueError, match='must have the type "object"'):
+        Tool("a", "", {"anyOf": [{"type": "object"}, {"type": "null"}]}, print)
+    Tool("a", "", {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"type": "object"}]}}}, print)
 
 
 @pytest.mark.parametrize(

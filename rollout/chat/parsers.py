@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from . import json_types
+
 THINK, THOUGHT = "<think>", "</think>"
 DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
@@ -333,18 +335,20 @@ def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     if not found:
         raise ValueError("not a call")
     name, rest = found.groups()
-    properties = schemas.get(name, {}).get("properties")
+    schema = schemas.get(name, {})
+    properties = json_types.properties(schema)
     arguments = {}
     for part in re.split(r"(?<=</parameter>)", rest):
         given = re.fullmatch(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", part, re.DOTALL)
         if given:
             key, value = given.groups()
-            arguments[key] = _typed(value, properties.get(key) if isinstance(properties, Mapping) else None)
+            arguments[key] = _typed(value, properties.get(key, {}), schema)
         elif part.strip():
             raise ValueError("text between parameters")
     return [(name, arguments)]
 
 
+<<<<<<< HEAD
 def _coder_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
     head = "<function="
     found = re.fullmatch(rf"\s*{head}([^>\s]+)>(.*)", inner, re.DOTALL)
@@ -358,8 +362,11 @@ def _coder_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
 
 
 def _typed(text: str, schema: Any) -> Any:
+=======
+def _typed(text: str, schema: Any, root: Any) -> Any:
+>>>>>>> 1cb3339f (fix(rollout): types of tools' arguments are read through references and combinations of schemas)
     """A value in the type of its schema; a text that is not of this type, or has no schema, stays a string."""
-    kinds = json_types(schema)
+    kinds = json_types.types(json_types.alternatives(schema, root))
     if "null" in kinds and text.strip() == "null":
         return None
     if not kinds or "string" in kinds:
@@ -370,20 +377,10 @@ def _typed(text: str, schema: Any) -> Any:
         value = _json(text)
     except ValueError:
         return text
-    return int(value) if kinds == {"integer"} and isinstance(value, float) and value.is_integer() else value
-
-
-def json_types(schema: Any) -> set[str]:
-    """The JSON types that a schema names; of an enum those of its values."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    kinds = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
-    for other in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        kinds |= json_types(other)
-    if not kinds and schema.get("enum"):
-        kinds = {"string" if isinstance(value, str) else "null" if value is None else "any" for value in schema["enum"]}
-    return kinds
+    if isinstance(value, float) and value.is_integer() and "number" not in kinds:
+        value = int(value)
+    kind = json_types.type_of(value)
+    return value if kind in kinds or (kind == "integer" and "number" in kinds) else text
 
 
 def _call(value: Any, *keys: str) -> tuple[str, dict]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import sandbox
+from ..chat import json_types
 from ..errors import ServerError
 from ..sandbox import Limits, Sandbox
 
@@ -64,7 +65,7 @@ class Tool:
             jsonschema.Draft202012Validator.check_schema(self.parameters)
         except jsonschema.SchemaError as error:
             raise ValueError(f"Tool: the parameters of {self.name} are not a JSON schema: {error.message}") from None
-        if self.parameters.get("type") != "object":
+        if json_types.types(json_types.alternatives(self.parameters, self.parameters)) != {"object"}:
             raise ValueError(f'Tool: the parameters of {self.name} must have the type "object"')
 
 

@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...chat import json_types
 from ...chat.fields import rule
-from ...chat.parsers import DEEPSEEK, STYLES, THINK, THOUGHT, json_types
+from ...chat.parsers import DEEPSEEK, STYLES, THINK, THOUGHT
 from ..grammar import formatted, literal, pieces
 from ..request import Grammar
 
@@ -108,21 +109,26 @@ def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker) 
     """Qwen3-Coder's call: strings are plain text, other values JSON; parameters come in the schema's order."""
     plain = lambda text: text and not any(c.isspace() or c == ">" for c in text)
     rule(plain(function), "tools", "names must have no space and no > for the format qwen3_coder", function)
+    objects = json_types.alternatives(schema, schema)
+    rule(len(objects) == 1, "tools", "parameters must be one object for the format qwen3_coder", schema)
     mark, parts, rules = STYLES["qwen3_coder"], [], []
-    required = schema.get("required") or ()
-    for i, (key, value) in enumerate((schema.get("properties") or {}).items()):
+    required = objects[0].get("required", ())
+    for i, (key, value) in enumerate(json_types.properties(schema).items()):
         rule(plain(key), "tools", "parameters must have no space and no > for the format qwen3_coder", key)
-        rule(isinstance(value, Mapping) and json_types(value), "tools", "parameters need a type for qwen3_coder", value)
+        options = json_types.alternatives(value, schema)
+        kinds = json_types.types(options)
+        rule(kinds, "tools", "parameters need a type for qwen3_coder", value)
         part, end = f"{name}_{i}", literal("\n</parameter>\n")
-        words = [value["const"]] if "const" in value else value.get("enum")
-        if "string" not in json_types(value):
+        strings = [option for option in options if "string" in option["type"]]
+        if not strings:
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             written, made = f"{part}_json {end}", f"{part}_json: {_json({**shared, **value})}"
-        elif words:
-            choices = [literal(word) for word in words if isinstance(word, str)]
+        elif all("enum" in option for option in strings):
+            words = [word for option in strings for word in option["enum"] if isinstance(word, str)]
+            choices = [literal(word) for word in [*words, *["null"] * ("null" in kinds)]]
             written, made = f"{part}_word {end}", f"{part}_word: {' | '.join(choices)}"
         else:
-            unwritable = [name for name in UNWRITABLE if name in value]
+            unwritable = [name for name in UNWRITABLE for option in strings if name in option]
             rule(not unwritable, "tools", "strings are plain text for qwen3_coder, which cannot be limited", unwritable)
             written, made = f"{part}_text {NEWLINE}", _until(f"{part}_text", "</parameter>")
         rules += [f"{part}: {literal(f'<parameter={key}>' + chr(10))} {written}", made]
