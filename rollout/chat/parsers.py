@@ -348,7 +348,6 @@ def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     return [(name, arguments)]
 
 
-<<<<<<< HEAD
 def _coder_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
     head = "<function="
     found = re.fullmatch(rf"\s*{head}([^>\s]+)>(.*)", inner, re.DOTALL)
@@ -361,10 +360,7 @@ def _coder_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
     return [(name, arguments if "</function>" in whole[2] else json.dumps(arguments, ensure_ascii=False)[:-1])]
 
 
-def _typed(text: str, schema: Any) -> Any:
-=======
 def _typed(text: str, schema: Any, root: Any) -> Any:
->>>>>>> 1cb3339f (fix(rollout): types of tools' arguments are read through references and combinations of schemas)
     """A value in the type of its schema; a text that is not of this type, or has no schema, stays a string."""
     kinds = json_types.types(json_types.alternatives(schema, root))
     if "null" in kinds and text.strip() == "null":
