@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..rollout.chat import images, template
+from ..rollout.chat import demonstration, template
 from ..rollout.chat.template import encode as encode
 from .runtime import hub
 
@@ -169,42 +169,11 @@ def _as_fast_tokenizer(inner, vocabulary, **special):
 # -- demonstrations --------------------------------------------------------------------------------
 
 
-class Demonstration(NamedTuple):
-    """A prompt, and the ids of the completion to learn."""
-
-    prompt: template.Prompt
-    completion: list[int]
-
-
-def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
-    """(prompt ids, completion ids) of a demonstration without images, as `demonstrated`."""
-    made = demonstrated(tokenizer, row)
-    return made.prompt.tokens, made.completion
-
-
-def demonstrated(tokenizer: Any, row: dict, processor: images.Processor | None = None) -> Demonstration:
-    """A row's prompt and completion; the completion ends with the end-of-turn token.
-
-    The completion is the row's `completion`, else the last of its `messages` if it is the assistant's. It is encoded
-    separately, as in generation: no token spans prompt and completion.
-
-    Args:
-      processor: as in `template.prompted`.
-    """
-    messages, completion = row.get("messages"), row.get("completion")
-    if messages:
-        template.check(template.conversation({**row, "prompt": None}))
-    if completion is None and messages and messages[-1].get("role") == "assistant":
-        messages, completion = messages[:-1], messages[-1].get("content")
-    completion = images.text(completion)
-    if not isinstance(completion, str):
-        raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}")
-    # of a row that has both, the messages count
-    asked = {**row, **({"messages": messages, "prompt": None} if messages else {"messages": None})}
-    ids = [*encode(tokenizer, completion), end_of_turn(tokenizer)]
-    if processor:
-        images.refuse(ids, processor)
-    return Demonstration(template.prompted(tokenizer, asked, processor), ids)
+def supervised(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """(prompt ids, completion ids) of a row without images, as `chat_sft.demonstration` has them of the last turn."""
+    ids, mask, _ = demonstration.encoded(tokenizer, row, "last", end_of_turn(tokenizer))
+    start = mask.index(True)
+    return ids[:start], ids[start:]
 
 
 def stepwise(tokenizer: Any, row: Mapping[str, Any], steps: Sequence[str], marker: str) -> tuple[list[int], list[int]]:
@@ -213,9 +182,7 @@ def stepwise(tokenizer: Any, row: Mapping[str, Any], steps: Sequence[str], marke
     A step and the marker behind it are encoded separately, as in TRL's PRMTrainer, so that the marker's tokens are the
     same after every step.
     """
-    fields = "prompt", "messages", *images.FIELDS  # of a row with images, which is refused
-    prompt = {name: row[name] for name in fields if row.get(name) is not None}
-    ids, ends, mark = template.prompt(tokenizer, prompt), [], encode(tokenizer, marker)
+    ids, ends, mark = template.prompt(tokenizer, row), [], encode(tokenizer, marker)
     for step in steps:
         ids += [*encode(tokenizer, step), *mark]
         ends.append(len(ids) - 1)
@@ -254,16 +221,6 @@ def _first_special(tokenizer, text):
 def _special(tokenizer):
     added = tokenizer.added_tokens_decoder.items()
     return {id for id, token in added if token.special}.union(tokenizer.all_special_ids)
-
-
-def rendered(render: Callable, *args, **kwargs) -> Any:
-    """Calls `render(...)` of a chat template; its errors become a one-line ValueError."""
-    from jinja2 import TemplateError
-
-    try:
-        return render(*args, **kwargs)
-    except TemplateError as error:
-        raise ValueError(f"tokenizer: the chat template rejects the messages: {_line(error)}") from None
 
 
 def _line(error):

@@ -110,8 +110,7 @@ def check(row: dict, objective: Objective) -> None:
     if not (isinstance(row.get("prompt"), str) or row.get("messages")):
         raise ValueError(f"{objective.name}: every row needs a 'prompt' or 'messages', {fields}")
     for name in wanted:
-        if not isinstance(row.get(name), str):
-            raise ValueError(f"{objective.name}: every row needs a text {name!r}, {fields}; --row can make it")
+        offline.said(objective.name, row, name)
     if kto and not (isinstance(row.get("label"), bool | int) and row["label"] in (0, 1)):
         raise ValueError(f"KTO: every row needs a 'label' true or false, got {row.get('label')!r}; {fields}")
     if getattr(objective, "margin", False):
@@ -120,7 +119,7 @@ def check(row: dict, objective: Objective) -> None:
             raise ValueError(f"{objective.name}: every row needs a number 'margin', got {margin!r}; {fields}")
 
 
-def pairs(sample: Callable[[dict, str], Sample], objective: Objective, rows: list[dict]) -> list[Sample]:
+def pairs(sample: Callable[[dict, Any], Sample], objective: Objective, rows: list[dict]) -> list[Sample]:
     """Makes a batch's samples: chosen and rejected of each row, with the margin as the chosen one's reward.
 
     For KTO: each row's completion, and for the baseline its prompt with the completion of the previous row (cyclic).

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from areax.adapters import tokenizer
 from areax.adapters.data import chat_sft
 from areax.rollout.chat.template import prompt as prompt_ids
+from areax.rollout.chat.template import render
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -105,7 +106,7 @@ def runs(tokens, ids, mask):
 def test_exactly_the_answers_are_trained_on(name):
     template, wanted = CASES[name]
     tokens = made(template)
-    ids, mask = chat_sft.conversation(tokens, TOLD)
+    ids, mask = chat_sft.demonstration(tokens, {"messages": TOLD}, "all")
     assert runs(tokens, ids, mask) == wanted
     pieces = [tokens.encode(text, add_special_tokens=False) for text, _ in wanted]
     assert ids == sum(pieces, [])
@@ -118,7 +119,7 @@ def test_exactly_the_answers_are_trained_on(name):
 def test_generation_blocks_give_the_same_mask_as_in_transformers(template):
     tokens = made(template)
     theirs = tokens.apply_chat_template(TOLD, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = chat_sft.conversation(tokens, TOLD)
+    ids, mask = chat_sft.demonstration(tokens, {"messages": TOLD}, "all")
     assert theirs["input_ids"][: len(ids)] == ids
     assert theirs["assistant_masks"] == [*map(int, mask)] + [0] * (len(theirs["input_ids"]) - len(ids))
 
@@ -134,12 +135,11 @@ def test_the_generation_block_in_our_template_changes_no_text():
 def test_a_template_that_rewrites_history_is_refused():
     tokens = made(STRIPPING)
     with pytest.raises(ValueError, match="renders message 2 differently once others follow") as error:
-        chat_sft.conversation(tokens, TOLD)
+        chat_sft.demonstration(tokens, {"messages": TOLD}, "all")
     assert "\n" not in str(error.value)
     kept = [{**m, "content": m["content"].split("</think>")[-1].strip()} for m in TOLD]  # nothing to rewrite
-    assert [text for text, learnt in runs(tokens, *chat_sft.conversation(tokens, kept)) if learnt] == [
-        "2<|im_end|>", "é<|im_end|>"
-    ]  # fmt: skip
+    found = runs(tokens, *chat_sft.demonstration(tokens, {"messages": kept}, "all"))
+    assert [text for text, learnt in found if learnt] == ["2<|im_end|>", "é<|im_end|>"]
     last = TOLD[:6]
     ids, mask = chat_sft.demonstration(tokens, {"messages": last}, "last")
     assert runs(tokens, ids, mask)[-1] == ("<think>two</think>\né<|im_end|>", True)
@@ -154,12 +154,12 @@ def test_each_answer_follows_the_prompt_that_generates_it(talk, template, kind):
     tokens = MADE[kind]
     tokens.chat_template = template
     messages = [{"role": role, "content": said} for role, said in [("user", "?"), *talk, ("assistant", "!")]]
-    ids, mask = chat_sft.conversation(tokens, messages)
+    ids, mask = chat_sft.demonstration(tokens, {"messages": messages}, "all")
     starts = [i for i, learnt in enumerate(mask) if learnt and not mask[i - 1]]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(starts) == len(answers) and mask[-1]
     for start, i in zip(starts, answers, strict=True):
-        assert tokens.decode(ids[:start]) == tokens.decode(prompt_ids(tokens, {"messages": messages[:i]}))
+        assert tokens.decode(ids[:start]) == render(tokens, messages[:i], (), {}, ask=True)
         end = mask.index(False, start) if False in mask[start:] else len(mask)
         assert tokens.decode(ids[start:end]) == messages[i]["content"] + "<|im_end|>"
     if kind == "bytes" and len(answers) == 1:
@@ -188,7 +188,7 @@ def test_no_token_spans_a_prompt_and_an_answer(template):
     tokens.chat_template = template
     assert len(tokens.encode("\n\n")) == 1
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "\n2"}] * 2
-    ids, mask = chat_sft.conversation(tokens, messages)
+    ids, mask = chat_sft.demonstration(tokens, {"messages": messages}, "all")
     prompt = prompt_ids(tokens, {"messages": messages[:1]})
     assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
     assert ids[len(prompt) : len(prompt) + 3] == [*tokens.encode("\n"), *tokens.encode("2"), tokens.eos_token_id]
@@ -207,7 +207,7 @@ def test_an_answer_is_not_encoded_as_the_start_of_a_text():
         "{% generation %}{{ m.content + '<s>' }}{% endgeneration %}{% endif %}{% endfor %}"
     )
     said = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "b"}]
-    ids, mask = chat_sft.conversation(tokens, [*said, {"role": "assistant", "content": "d"}])
+    ids, mask = chat_sft.demonstration(tokens, {"messages": [*said, {"role": "assistant", "content": "d"}]}, "all")
     assert tokens.convert_ids_to_tokens(ids) == ["▁", "a", "b", "c", "<s>", "▁", "a", "b", "d", "<s>"]
     assert [i for i, learnt in enumerate(mask) if learnt] == [3, 4, 8, 9]
 
@@ -227,12 +227,12 @@ def test_rows_with_a_prompt_and_a_completion():
     [
         (None, TOLD, "needs a chat template"),
         (PLAIN, TOLD[:2], "needs a completion or assistant messages, got the fields .'messages'."),
-        (PLAIN, TOLD[2:3] + TOLD[:1], "marks no assistant tokens"),
+        (PLAIN, TOLD[2:3] + TOLD[:1], "an assistant message at the start is no answer"),
         (PLAIN.replace("<|im_end|>", ";"), TOLD, "must end the assistant's turn with '<.im_end.>'"),
         (
             "{{ raise_exception('no tools') }}{% generation %}{% endgeneration %}",
             TOLD,
-            "rejects the messages: no tools",
+            "the chat template refuses them .no tools.",
         ),
         (PLAIN, [{"role": "assistant"}], "a message needs a role and a content"),
     ],
@@ -247,4 +247,6 @@ def test_conversations_that_cannot_be_trained_on_are_refused_in_one_line(templat
 def test_unknown_characters_are_refused():
     sums = tokenizer.character("0123456789+")
     with pytest.raises(ValueError, match="no token for 'é' in '2é'"):
-        chat_sft.conversation(sums, [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2é"}])
+        chat_sft.demonstration(
+            sums, {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2é"}]}, "all"
+        )

@@ -63,6 +63,8 @@ MAY_IMPORT = {
         "parallel",
         "models",
         "rollout.types",
+        "rollout.chat.conversation",
+        "rollout.chat.demonstration",
         "rollout.chat.images",
         "rollout.chat.template",
         "rollout.servers.engine_mesh",

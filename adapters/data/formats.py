@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from ...rollout.chat import images
+from ...rollout.chat import conversation
 
 PAIRS = (
     ("question", "answer"), ("problem", "solution"), ("problem", "answer"), ("prompt", "completion"),
@@ -76,7 +76,8 @@ def prompt_answer(record: dict) -> dict:
 
 
 def conversational(record: dict) -> dict:
-    """A row from conversations of TRL and verl: "prompt" as a list of messages, "completion", if any, as a list of one.
+    """A row from conversations of TRL and verl: "prompt" as a list of messages, "completion", if any, as a list of
+    one, whose text becomes the "completion", or all of it if it has more.
 
     The "ground_truth" of verl's "reward_model" is also the "answer", unless the record has one.
     """
@@ -85,7 +86,7 @@ def conversational(record: dict) -> dict:
         reply = _messages(record, "completion", "conversational")
         if [message["role"] for message in reply] != ["assistant"]:
             raise _refusal("conversational", "one assistant message as its 'completion'", record)
-        row["completion"] = images.text(reply[0]["content"])
+        row["completion"] = _said(reply[0])
     judged = record.get("reward_model")
     if isinstance(judged, dict) and judged.get("ground_truth") is not None:
         row.setdefault("answer", judged["ground_truth"])
@@ -118,7 +119,7 @@ def preference(record: dict) -> dict:
     """A row from "chosen" and "rejected": completions of "prompt", or lists of messages.
 
     For lists, the messages that both start with are appended to the prompt, unless they repeat it; the rest of each
-    must be a single assistant message, whose text becomes "chosen" or "rejected".
+    must be a single assistant message, whose text becomes "chosen" or "rejected", or all of it if it has more.
     """
     prompt, sides = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
     given = _messages(record, "prompt", "preference") if isinstance(prompt, list) and prompt else []
@@ -178,27 +179,29 @@ def _pair(chosen: list[dict], rejected: list[dict], given: list[dict]) -> dict |
         return None
     return {
         "messages": messages,
-        "chosen": images.text(last[0][0]["content"]),
-        "rejected": images.text(last[1][0]["content"]),
+        "chosen": _said(last[0][0]),
+        "rejected": _said(last[1][0]),
     }
 
 
+def _said(message: dict) -> str | dict:
+    """A message's text, or the message if it has more: calls, reasoning."""
+    plain = conversation.plain(message)
+    return plain["content"] if plain.keys() == {"role", "content"} and isinstance(plain["content"], str) else plain
+
+
 def _messages(record: dict, name: str, who: str) -> list[dict]:
-    """The messages in a field, without the None entries that Parquet files contain; contents are texts or parts."""
+    """The messages in a field, without the None entries that Parquet files contain; contents are texts or parts, or
+    missing beside calls."""
     messages = record.get(name)
     known = lambda m: (
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list)
+        isinstance(m, dict)
+        and isinstance(m.get("role"), str)
+        and (isinstance(m.get("content"), str | list) or bool(m.get("tool_calls")))
     )
     if not (isinstance(messages, list) and messages and all(map(known, messages))):
         raise _refusal(who, f"{name!r} as a list of messages with strings 'role' and 'content'", record)
-    return [_filled(message) for message in messages]
-
-
-def _filled(value):
-    """A message, or a part of its content, without None entries."""
-    if isinstance(value, dict) and isinstance(value.get("content"), list):
-        value = {**value, "content": [_filled(part) for part in value["content"]]}
-    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+    return conversation.filled(messages)
 
 
 def _without(record: dict, *names: str) -> dict:

@@ -40,7 +40,7 @@ from areax.recipes.shared import (
     vision,
 )
 from areax.recipes.shared.learner import Learner, train_step
-from areax.rollout.chat import images
+from areax.rollout.chat import conversation, images
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.types import Sample
 
@@ -63,29 +63,18 @@ def demonstrations(tokens, learn: chat_sft.Learn, processor: Processor | None = 
             raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
         if images.of_row(row):
             return chat_sft.sample(tokens, row, learn, processor)
-        return sample(json.dumps({name: row[name] for name in ("messages", "prompt", "completion") if name in row}))
+        return sample(json.dumps({**conversation.asked(row), "completion": row.get("completion")}))
 
     return made
 
 
-def sampler(tokens, processor: Processor | None = None) -> Callable[[dict, str], Sample]:
-    """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt; repeated texts are
-    tokenised once; `processor` as in `demonstrations`."""
+def sampler(tokens, processor: Processor | None = None) -> Callable[[dict, Any], Sample]:
+    """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt, a text or a message;
+    repeated ones are tokenised once; `processor` as in `demonstrations`."""
     processor = processor and processor.as_given()
 
-    def fresh(asked: dict, completion: str) -> Sample:
-        return chat_sft.sample(tokens, {**asked, "completion": completion}, processor=processor)
-
-    @functools.lru_cache(maxsize=1 << 16)
-    def sample(prompt: str, completion: str) -> Sample:
-        return fresh(json.loads(prompt), completion)
-
-    def made(row: dict, completion: str) -> Sample:
-        fields = ("messages", "prompt", *(images.FIELDS if images.of_row(row) else ()))
-        asked = {name: row[name] for name in fields if row.get(name) not in (None, [])}
-        return fresh(asked, completion) if images.of_row(row) else sample(json.dumps(asked), completion)
-
-    return made
+    made = demonstrations(tokens, "last", processor)
+    return lambda row, completion: made({**row, "completion": completion})
 
 
 def run(train: Callable, config) -> dict:
@@ -157,11 +146,13 @@ def read(
     return replace(config, vision=vision.decided(config.vision, seen)), train, heldout
 
 
-def completion(recipe: str, row: dict) -> str:
-    """The row's "completion"."""
-    if not isinstance(row.get("completion"), str):
-        raise ValueError(f"{recipe}: every row needs a text 'completion', got the fields {sorted(row)}")
-    return row["completion"]
+def said(recipe: str, row: dict, name: str = "completion") -> Any:
+    """The row's completion, in the field `name`: a text, or a message of the assistant."""
+    if isinstance(row.get(name), str | dict):
+        return row[name]
+    lists = "areax.adapters.data.formats:" + ("conversational" if name == "completion" else "preference")
+    made = f"--row {lists} reads lists of messages" if isinstance(row.get(name), list) else "--row can make it"
+    raise ValueError(f"{recipe}: every row needs a text {name!r}, got the fields {sorted(row)}; {made}")
 
 
 def fit(

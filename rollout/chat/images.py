@@ -179,7 +179,7 @@ def text(content: Any) -> Any:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(f"an answer must be text, got a part {kind!r:.80}")
+            raise ValueError(f"a part of a message must be text or an image, got {kind!r:.80}")
     return "".join(part["text"] for part in content)
 
 

@@ -18,7 +18,7 @@ import xxhash
 from .. import rewards
 from ..errors import ServerError
 from ..types import Completion, Generate, Image, Sample, Sampling
-from . import images, template, trajectory
+from . import conversation, images, template, trajectory
 from .detokenizer import Reader
 from .parsers import Answer, decoder
 from .trajectory import Interaction
@@ -146,7 +146,7 @@ class Session:
 
     def _asked(self, messages, tools, options, temperature) -> Interaction:
         """Makes the interaction to be sampled, linked to the one that it continues."""
-        messages = images.read(messages, self._processor)
+        messages = [conversation.plain(message) for message in images.read(messages, self._processor)]
         parent, rest = None, messages
         keys = _keys(messages)
         for end in range(len(messages) - 1, 0, -1):

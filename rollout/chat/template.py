@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import object_path
 from ..types import Image
-from . import images
+from . import conversation, images
+from .conversation import Conversation
 
 Message = Mapping[str, Any]
-GENERATION = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # of transformers, unknown to Jinja
+GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")  # of transformers, unknown to Jinja
+SIGN = "\ufdd0generated\ufdd1"  # stands for such a tag in a text; no text has these characters
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
@@ -44,26 +46,56 @@ class Prompt(NamedTuple):
 def prompted(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor | None = None) -> Prompt:
     """A row's prompt, the same wherever the row is used.
 
-    The row's `conversation` is rendered with the chat template and a generation prompt; without a template a "prompt"
-    is plain text to continue.
+    The row's `conversation.prompt` is rendered with the chat template and a generation prompt; without a template a
+    "prompt" is plain text to continue.
 
     Args:
       processor: of a model that reads images; None = a row with images is refused.
 
     Raises:
-      ValueError: the row has no unique prompt, the template refuses it, the tokenizer has no token for some of it, or
-        an image cannot be read or has no place in it.
+      ValueError: the row has no unique prompt, the template refuses it or does not show its tools, the tokenizer has no
+        token for some of it, or an image cannot be read or has no place in it.
     """
-    messages = conversation(row)
-    check(messages)
-    messages = images.read(messages, processor)
-    seen = images.of(messages)
-    if not tokenizer.chat_template and row.get("prompt") is not None and not seen:
+    talk = asked(tokenizer, row)
+    talk = talk._replace(messages=images.read(talk.messages, processor))
+    seen = images.of(talk.messages)
+    if not tokenizer.chat_template and isinstance(row.get("prompt"), str) and not seen:
         ids = known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
         return Prompt(ids, (), tokenizer.decode(ids))
-    text = render(tokenizer, messages, (), {}, ask=True)
-    ids = known(tokenizer, tokenizer.encode(text, add_special_tokens=False), *texts(messages))
+    text = render(tokenizer, talk.messages, talk.tools, talk.variables, ask=True)
+    ids = known(tokenizer, tokenizer.encode(text, add_special_tokens=False), *conversation.texts(talk.messages))
     return Prompt(processor.expanded(ids, seen) if processor else ids, seen, text)
+
+
+def asked(tokenizer: Any, row: Mapping[str, Any]) -> Conversation:
+    """The conversation that a row asks to continue, `conversation.prompt`, as `readable`."""
+    return readable(tokenizer, conversation.prompt(row))
+
+
+def readable(tokenizer: Any, talk: Conversation) -> Conversation:
+    """A row's conversation; the assistant's messages without the end of turn that some texts have already, since the
+    template adds one.
+
+    Raises:
+      ValueError: the template does not read one of the variables, or does not show the tools.
+    """
+    check_variables(tokenizer, talk.variables)
+    if any(message["role"] == "assistant" for message in talk.messages):
+        ends = {closing(tokenizer).strip(), tokenizer.eos_token or ""} - {""}
+        talk = talk._replace(
+            messages=[_ended(one, ends) if one["role"] == "assistant" else one for one in talk.messages]
+        )
+    show = lambda tools: render(tokenizer, talk.messages, tools, talk.variables, ask=False)
+    if talk.tools and show(talk.tools) == show(()):
+        raise ValueError("tools: this model's chat template does not show them to the model; leave them out")
+    return talk
+
+
+def _ended(message: dict[str, Any], ends: Collection[str]) -> dict[str, Any]:
+    text = message.get("content")
+    whole = text.rstrip() if isinstance(text, str) else ""
+    end = next((end for end in ends if whole.endswith(end)), "")
+    return {**message, "content": whole.removesuffix(end)} if end else message
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -99,111 +131,116 @@ def _read(chat_template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(parsed)) - {"raise_exception", "strftime_now"}
 
 
-def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A new list of the row's messages, or with its prompt as a user message; images as `images.placed`.
-
-    Raises:
-      ValueError: the row has neither, or both; the prompt is no text, or the messages are no list; images and their
-        placeholders differ in number.
-    """
-    given = [name for name in ("prompt", "messages") if row.get(name) is not None]
-    if len(given) != 1 or row[given[0]] == []:
-        raise ValueError(
-            f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {object_path.row(row)}"
-        )
-    [name] = given
-    value = row[name]
-    if name == "prompt" and isinstance(value, str):
-        return images.placed([{"role": "user", "content": value}], images.given(row))
-    if name == "messages" and isinstance(value, list):
-        return images.placed(value, images.given(row))
-    raise ValueError(f"{name!r} must be {'a text' if name == 'prompt' else 'a list of messages'}, got {value!r:.80}")
-
-
-def check(messages: Sequence[Message]) -> None:
-    """Raises ValueError unless each message has a role, and content or tool calls, of the types that OpenAI's API has
-    and in Unicode."""
-    for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
-            raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
-        if not (isinstance(message.get("content"), str | list) or calls):
-            raise ValueError(f"a message needs a role and a content, a text, got {str(message)[:80]}")
-        if calls and not (isinstance(calls, list) and all(map(_called, calls))):
-            raise ValueError(f"tool_calls must be a list of function calls with name and arguments, got {calls!r:.80}")
-    unicode(*texts(messages))
-
-
-def _called(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and "arguments" in function
-
-
-def unicode(*texts: str) -> None:
-    """Raises ValueError if a text has half of a surrogate pair, which no tokenizer takes."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"texts must be Unicode, got the lone surrogate {text[error.start]!r} in {text[:80]!r}"
-            ) from None
-
-
-def texts(messages: Sequence[Message]) -> list[str]:
-    """The texts of messages that a chat template renders, for `known`."""
-    given = [message.get(field) for message in messages for field in ("role", "content")]
-    return [str(x) if not isinstance(x, list) else images.words(x) for x in given if x]
-
-
 def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping, *, ask: bool) -> str:
     """Renders a conversation as text.
 
     Args:
-      messages, tools: in OpenAI's format.
+      messages, tools: in OpenAI's format; a text may also be a list of parts of text, arguments of calls an object,
+        and reasoning has any of the names of `conversation.REASONING`.
       options: further variables of the template, such as `enable_thinking`.
       ask: add the generation prompt.
 
     Raises:
       ValueError: the tokenizer has no chat template, or the template refuses the messages.
     """
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise ValueError("messages: the tokenizer has no chat template; send a prompt of tokens, or take a chat model")
-    called = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
-    text, problem = None, None
+    return _rendered(tokenizer, messages, tools, options, ask=ask)
+
+
+def marked(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping) -> tuple[str, list] | None:
+    """(text as of `render` without a generation prompt, spans [(start, end), ...] in characters of what the template
+    says that the assistant generates, in its {% generation %} blocks); None = it has no such blocks."""
+    chosen = tokenizer.get_chat_template(tools=list(tools) or None)
+    if not GENERATION.search(chosen):
+        return None
+    signed = GENERATION.sub(_signed, chosen)
+    pieces = _rendered(tokenizer, messages, tools, options, ask=False, chat_template=signed).split(SIGN)
+    starts = [0, *itertools.accumulate(map(len, pieces))]
+    spans: list[tuple[int, int]] = []
+    for a, b in zip(starts[1:-1:2], starts[2::2], strict=True):
+        if spans and spans[-1][1] == a:
+            spans[-1] = spans[-1][0], b
+        elif a < b:
+            spans.append((a, b))
+    return "".join(pieces), spans
+
+
+def _signed(tag: re.Match[str]) -> str:
+    """A tag of Jinja that writes SIGN, with the control of white space that `tag` has."""
+    return f"{{%{tag[1]} if true %}}{{{{ {SIGN!r} }}}}{{% endif {tag[2]}%}}"
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping, *, ask: bool, **more):
+    from jinja2 import TemplateError
+
+    called = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    texts = takes_texts(tokenizer)
+    written, problem = None, None
     for loaded in (True, False) if called else (True,):  # templates want arguments as an object, or as text
         try:
-            written = tokenizer.apply_chat_template(
-                [_plain(message, loaded) for message in messages],
+            found = tokenizer.apply_chat_template(
+                [_plain(message, loaded, texts) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=ask,
-                **options,
+                **{**options, **more},
             )
-        except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             # Not only Jinja's: for example, a field may have a type that the template does not expect.
             problem = problem or error
             continue
-        if all(name in written for name in called):
-            return written
-        text = written if text is None else text
-    if text is not None:  # a template without tools
-        return text
+        quoted = (repr(_loaded(function["arguments"])) for function in called if loaded)
+        if all(function["name"] in found for function in called) and not any(
+            text in found for text in quoted if "'" in text
+        ):
+            return found
+        written = found if written is None else written
+    if written is not None:  # a template without tools
+        return written
     raise ValueError(f"messages: the chat template refuses them ({' '.join(str(problem).split())})") from problem
 
 
-def _plain(message: Message, loaded: bool) -> dict[str, Any]:
-    """A message as templates expect it: without None; arguments are objects if `loaded`, else text."""
-    plain = {name: value for name, value in message.items() if value is not None}
+def takes_texts(tokenizer: Any) -> bool:
+    """Whether the template writes contents that are texts; some, of models that read images, write only parts."""
+    return _takes_texts(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=32)  # once per template
+def _takes_texts(tokenizer: Any, chat_template: str) -> bool:
+    from jinja2 import TemplateError
+
+    for content in ("areax", [{"type": "text", "text": "areax"}]):
+        try:
+            if "areax" in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False):
+                return isinstance(content, str)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            continue
+    return True
+
+
+def _plain(message: Message, loaded: bool, texts: bool) -> dict[str, Any]:
+    """A message as templates expect it: without None; arguments are objects if `loaded`, else text; reasoning under all
+    of its names; a content that is text alone joined if the template takes `texts`, else a part."""
+    plain = conversation.plain(conversation.filled(message))
     plain["content"] = plain.get("content") or ""
-    if calls := plain.get("tool_calls"):
-        given = lambda function: _loaded(function["arguments"]) if loaded else function["arguments"]
+    if not texts and isinstance(plain["content"], str):
+        plain["content"] = [{"type": "text", "text": plain["content"]}]
+    plain.pop("weight", None)
+    if reasoning := conversation.reasoning(plain):
+        plain |= dict.fromkeys(conversation.REASONING, reasoning)
+    if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": given(call["function"])}} for call in calls
+            {**call, "function": {**call["function"], "arguments": _given(call["function"]["arguments"], loaded)}}
+            for call in calls
         ]
     return plain
+
+
+def _given(arguments: Any, loaded: bool) -> Any:
+    if loaded or isinstance(arguments, str):
+        return _loaded(arguments) if loaded else arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _loaded(arguments: Any) -> Any:
@@ -216,11 +253,13 @@ def _loaded(arguments: Any) -> Any:
 
 def closing(tokenizer: Any) -> str:
     """The text that the template adds after an assistant message, such as "<|im_end|>\n"."""
-    return _closing(tokenizer, str(tokenizer.chat_template))
+    return _closing(tokenizer, str(tokenizer.chat_template or ""))
 
 
 @functools.lru_cache(maxsize=32)  # once per template, not per turn
 def _closing(tokenizer: Any, chat_template: str) -> str:
+    if not chat_template:
+        return ""
     content = "areax"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     return render(tokenizer, chat, (), {}, ask=False).rpartition(content)[2]
@@ -262,7 +301,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     Raises:
       ValueError: the tokenizer has no token for some of it.
     """
-    unicode(text)
+    conversation.unicode(text)
     return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from .. import object_path, rewards
-from ..chat import detokenizer, images, template
+from ..chat import conversation, detokenizer, images, template
 from ..types import Generate, Sample, Sampling, sampled
 
 
@@ -43,13 +43,12 @@ async def single_turn(
     Raises:
       ValueError: the row has no prompt, or the server refuses it (for example, too long for the context).
     """
-    messages = template.conversation(row)
+    talk = conversation.prompt(row)
     try:
-        if images.within(messages):
+        if images.within(talk.messages):
             prompt = await asyncio.to_thread(template.prompted, tokenizer, row, processor)
         else:
-            asked = {name: row[name] for name in ("prompt", "messages") if row.get(name) is not None}
-            prompt = _templated(tokenizer, processor, json.dumps(asked))
+            prompt = _templated(tokenizer, processor, json.dumps(conversation.asked(row)))
         seen = {"images": prompt.images} if prompt.images else {}
         done = await generate(list(prompt.tokens), **seen, **sampling.arguments())
     except ValueError as error:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from .. import object_path, rewards
 from ..chat import images, parsers, template
 from ..chat.session import Session
-from ..chat.template import conversation
 from ..chat.trajectory import Interaction
 from ..rewards import judge
 from ..types import Generate, Sample, Sampling
@@ -52,10 +51,11 @@ async def multi_turn(
       row: has "prompt" or "messages"; its "feedback", if any, replaces `feedback`.
       discount: the episode's reward is that of its last answer times discount^(turns before it).
     """
-    session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
+    session = Session(generate, tokenizer, processor, sampling=sampling)
+    messages, shown = _begun(tokenizer, row)
     final: dict[str, float] | None = None
     for turn in range(_counted(turns)):
-        if not (x := await _next(session, messages)):
+        if not (x := await _next(session, messages, **shown)):
             break
         score = rewards.whole(await reward(x.answer.content, row, **session.context(x)))
         final = {**score.components, "reward": score.value * discount**turn}
@@ -86,14 +86,19 @@ async def tool_loop(
       tools: object paths of functions with type hints, or of `tools.Tool` objects.
       style: the model's format for tool calls, one of `parsers.STYLES`; "" = that of its chat template.
     """
-    session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
+    session = Session(generate, tokenizer, processor, sampling=sampling)
+    messages, shown = _begun(tokenizer, row)
+    if shown["tools"]:
+        raise ValueError(
+            f"tool_loop: calls the tools of --workflow-options, got a row with 'tools'; {object_path.row(row)}"
+        )
     kit = _kit(tuple(tools))
-    schemas = [toolbox.schema(tool) for tool in kit]
+    shown["tools"] = [toolbox.schema(tool) for tool in kit]
     style = parsers.style_for(tokenizer, style)
     opened = template.opens(tokenizer)
     parse = lambda text, cut: parsers.parse(text, style, cut=cut, opened=opened)
     for _ in range(_counted(turns)):
-        x = await _next(session, messages, tools=schemas, parse=parse)
+        x = await _next(session, messages, parse=parse, **shown)
         if not x or not x.answer.tool_calls or x.answer.tool_calls[-1].cut:
             break
         messages.append(x.answer.message())
@@ -174,15 +179,22 @@ async def judged(
       best: the number that maps to a reward of 1; a verdict that does not end in a number, as "8", "8/10"
         or "8 out of 10", is unscorable.
     """
-    session, messages = Session(generate, tokenizer, processor, sampling=sampling), conversation(row)
-    answer = (await session.ask(messages)).answer.content
+    session = Session(generate, tokenizer, processor, sampling=sampling)
+    messages, shown = _begun(tokenizer, row)
+    answer = (await session.ask(messages, **shown)).answer.content
     put = question.format(question=images.words(messages[-1]["content"]), answer=answer)
     critic = Session(generate, tokenizer, processor, sampling=sampling)
-    shown = [*images.found(messages), {"type": "text", "text": put}] if images.within(messages) else put
-    verdict = (await critic.ask([{"role": "user", "content": shown}])).answer
+    asked = [*images.found(messages), {"type": "text", "text": put}] if images.within(messages) else put
+    verdict = (await critic.ask([{"role": "user", "content": asked}])).answer
     value = judge.grade(verdict.content, VERDICT_NUMBER, best)
     session.set_reward(None if value is None else min(max(value, 0.0), 1.0))
     return session.samples(row=row, verdict=verdict.content)
+
+
+def _begun(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages of a row's prompt, and what else `Session.ask` needs of it."""
+    talk = template.asked(tokenizer, row)
+    return talk.messages, {"tools": talk.tools, "template": talk.variables}
 
 
 async def _next(session: Session, messages: Sequence[Mapping[str, Any]], **how) -> Interaction | None:

@@ -1,0 +1,200 @@
+"""Every field of a row that the pages name is honoured or refused, in every recipe: none is dropped without a word."""
+
+import asyncio
+
+import pytest
+
+from areax.adapters import tokenizer
+from areax.core import losses
+from areax.recipes import preference, prm
+from areax.recipes.shared import offline
+from areax.rollout.chat import template
+from areax.rollout.types import Completion, Sampling
+from areax.rollout.workflows import multi_turn, single_turn
+
+T = tokenizer.byte_level()
+T.chat_template = (
+    "{{ '<brief>' if brief }}{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ '' + m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASK = {"role": "user", "content": "Hi?"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+
+
+def written(samples):
+    return [T.decode(sample.tokens.tolist()) for sample in samples]
+
+
+def played(workflow, row, **options):
+    """The prompt that a workflow sends."""
+    asked = []
+
+    async def generate(tokens, **sampling):
+        asked.append(T.decode(tokens))
+        return Completion([T.eos_token_id], [-0.5], [0], "stop")
+
+    async def reward(text, row, **context):
+        return 1.0
+
+    more = {} if workflow is multi_turn.judged else {"reward": reward}
+    asyncio.run(workflow(generate, row, tokenizer=T, sampling=Sampling(), **more, **options))
+    return asked[:1]
+
+
+def paired(objective, row):
+    preference.check(row, objective)
+    return written(preference.pairs(offline.sampler(T), objective, [row, row]))
+
+
+def distilled(row):
+    return written([offline.sampler(T)(row, offline.said("distill", row))])
+
+
+RECIPES = {
+    "sft, last": lambda row: written([offline.demonstrations(T, "last")({**row, "completion": "Yes."})]),
+    "sft, all": lambda row: written([offline.demonstrations(T, "all")({**row, "completion": "Yes."})]),
+    "dpo": lambda row: paired(losses.DPO(), {**row, "chosen": "Yes.", "rejected": "No."}),
+    "kto": lambda row: paired(losses.KTO(), {**row, "completion": "Yes.", "label": True}),
+    "reward model": lambda row: paired(losses.RewardModel(), {**row, "chosen": "Yes.", "rejected": "No."}),
+    "reward model, as a reward": lambda row: [T.decode(sum(tokenizer.supervised(T, {**row, "completion": "Y"}), []))],
+    "prm": lambda row: written([prm.sample(T, {**row, "completions": ["Yes."], "labels": [1]}, "\n")]),
+    "distill": lambda row: distilled({**row, "completion": "Yes."}),
+    "rl, eval": lambda row: [template.prompted(T, row).text],
+    "single_turn": lambda row: played(single_turn, row),
+    "multi_turn": lambda row: played(multi_turn.multi_turn, row),
+    "judged": lambda row: played(multi_turn.judged, row),
+    "tool_loop": lambda row: played(multi_turn.tool_loop, row, style="hermes"),
+}
+HONOURED = {  # (fields, what is then in the text)
+    "prompt": ({"prompt": "Hi?"}, "user\nHi?<|im_end|>\n<|im_start|>assistant\n"),
+    "messages": ({"messages": [{"role": "system", "content": "Sys."}, ASK]}, "system\nSys.<|im_end|>\n"),
+    "tools": ({"messages": [ASK], "tools": [TOOL]}, "<tool>weather</tool>"),
+    "tools as text": ({"prompt": "Hi?", "tools": '[{"function": {"name": "rain"}}]'}, "<tool>rain</tool>"),
+    "variables": ({"messages": [ASK], "chat_template_kwargs": {"brief": True}}, "<brief>"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": x} for x in "AB"]}]},
+              "user\nAB<|im_end|>"),
+    "calls": ({"messages": [ASK, call('{"city": "Paris"}'), {"role": "tool", "content": "sun"}]},
+              "assistant\n<call>weather city=Paris</call><|im_end|>"),
+    "calls as objects": ({"messages": [ASK, call({"city": "Paris"}), {"role": "tool", "content": "sun"}]},
+                         "assistant\n<call>weather city=Paris</call><|im_end|>"),
+    "reasoning": ({"messages": [ASK, {"role": "assistant", "content": "A", "thinking": "Hm."}, ASK]},
+                  "<think>Hm.</think>A"),
+    "nulls": ({"messages": [{"role": "user", "content": "Hi?", "tool_calls": None, "name": None},
+                            call({"city": "Paris", "day": None}) | {"content": None, "reasoning_content": None},
+                            {"role": "tool", "content": [{"type": "text", "text": "sun", "image": None}]}],
+               "tools": None, "prompt": None, "chat_template_kwargs": {"brief": None}},
+              "<call>weather city=Paris</call><|im_end|>\n<|im_start|>tool\nsun<|im_end|>"),
+    "an end of turn in a text": ({"messages": [ASK, {"role": "assistant", "content": "A<|im_end|>\n"}, ASK]},
+                                 "assistant\nA<|im_end|>\n<|im_start|>user"),
+}  # fmt: skip
+REFUSED = {  # (fields, the error)
+    "prompt and messages of other types": ({"prompt": ["Hi?"]}, "a text|'prompt' or 'messages'"),
+    "unknown variables": ({"prompt": "Hi?", "chat_template_kwargs": {"briefly": True}}, "chat template reads brief"),
+    "variables of another type": ({"prompt": "Hi?", "chat_template_kwargs": [1]}, "must be an object"),
+    "tools of another type": ({"prompt": "Hi?", "tools": "weather"}, "a list of tools"),
+    "functions": ({"prompt": "Hi?", "functions": [{"name": "f"}]}, "'functions' is not read.*'tools'"),
+    "documents": ({"prompt": "Hi?", "documents": [{"text": "x"}]}, "'documents' is not read"),
+    "system": ({"prompt": "Hi?", "system": "Be kind."}, "'system' is not read.*'messages'"),
+    "history": ({"prompt": "Hi?", "history": [["a", "b"]]}, "'history' is not read"),
+    "function_call": ({"messages": [ASK, {"role": "assistant", "function_call": {"name": "f"}}, ASK]},
+                      "in tool_calls"),
+    "images of a model of text": ({"prompt": "Hi?", "images": ["a.png"]}, "reads no images"),
+    "other parts": ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text or an image, got 'audio'"),
+    "a weight": ({"messages": [ASK, {"role": "assistant", "content": "A", "weight": 0.5}, ASK]},
+                 "weight must be 0 or 1"),
+    "reasoning of another type": ({"messages": [ASK, {"role": "assistant", "content": "A", "thinking": ["x"]}, ASK]},
+                                  "reasoning must be a text"),
+    "an answer at the end of the prompt": ({"messages": [ASK, {"role": "assistant", "content": "A"}]},
+                                           "must end with a message of the user or a tool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fields_change_the_prompt(recipe):
+    for name, (row, wanted) in HONOURED.items():
+        if recipe == "tool_loop" and row.get("tools"):  # which has its own
+            with pytest.raises(ValueError, match="calls the tools of --workflow-options, got a row with 'tools'"):
+                RECIPES[recipe](row)
+            continue
+        texts = RECIPES[recipe](row)
+        assert texts and all(wanted in text for text in texts), (name, texts)
+        assert not any("None" in text for text in texts)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fields_that_are_not_read_are_refused(recipe):
+    for name, (row, message) in REFUSED.items():
+        with pytest.raises(ValueError, match=message) as error:
+            RECIPES[recipe](row)
+        assert "\n" not in str(error.value), name
+
+
+def test_a_template_that_shows_no_tools_refuses_rows_with_them():
+    tokens = tokenizer.byte_level()
+    row = {"prompt": "Hi?", "tools": [TOOL]}
+    for use in (
+        lambda: template.prompted(tokens, row),
+        lambda: tokenizer.supervised(tokens, {**row, "completion": "A"}),
+    ):
+        with pytest.raises(ValueError, match="this model's chat template does not show them"):
+            use()
+
+
+ANSWER = {"role": "assistant", "content": "A"}
+OTHER = {**ANSWER, "content": "B"}
+CALLED, SAID = ["<call>weather a=1</call><|im_end|>"] * 2, ["A<|im_end|>"] * 2
+THOUGHT = ["<think>Hm.</think>A<|im_end|>"] * 2
+LEARNT = {  # (row, what is learnt of all turns, and of the last)
+    "a call": ({"messages": [ASK, call('{"a": 1}')]}, *CALLED),
+    "a completion that is a call": ({"prompt": "Hi?", "completion": call({"a": 1})}, *CALLED),
+    "reasoning": ({"prompt": "Hi?", "completion": {**ANSWER, "reasoning": "Hm."}}, *THOUGHT),
+    "parts": ({"messages": [ASK, {**ANSWER, "content": [{"type": "text", "text": "A"}]}]}, *SAID),
+    "an end of turn": ({"prompt": "Hi?", "completion": "A<|im_end|>"}, *SAID),
+    "an end of turn and a line break": ({"prompt": "Hi?", "completion": "A<|im_end|>\n"}, *SAID),
+    "two turns": ({"messages": [ASK, ANSWER, ASK, OTHER]}, "A<|im_end|>B<|im_end|>", "B<|im_end|>"),
+    "the same twice": ({"messages": [ASK, ANSWER, ASK, ANSWER]}, "A<|im_end|>" * 2, "A<|im_end|>"),
+    "a weight of 0": ({"messages": [ASK, {**OTHER, "weight": 0}, ASK, {**ANSWER, "weight": 1}]}, *SAID),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("name", LEARNT)
+def test_what_is_learnt(name, marks):
+    """The same with a template that marks what the assistant generates as with one that does not."""
+    (row, *wanted), tokens = LEARNT[name], tokenizer.byte_level()
+    body = "{% if m.reasoning_content %}"
+    tokens.chat_template = T.chat_template
+    if marks:
+        head, tail = T.chat_template.split(body)
+        said, rest = tail.split("<|im_end|>", 1)
+        inner = body + said + "<|im_end|>"
+        tokens.chat_template = (
+            head + "{% if m.role == 'assistant' %}{% generation %}" + inner + "{% endgeneration %}{% else %}" + inner
+            + "{% endif %}{{ '' }}" + rest
+        )  # fmt: skip
+    for learn, text in zip(("all", "last"), wanted, strict=True):
+        made = offline.demonstrations(tokens, learn)(row)
+        assert tokens.decode(made.tokens[made.mask].tolist()) == text
+
+
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_nothing_to_learn_is_refused(learn):
+    row = {"messages": [ASK, {**ANSWER, "weight": 0}]}
+    with pytest.raises(ValueError, match="got weight 0 for each of them"):
+        offline.demonstrations(T, learn)(row)
+
+
+def test_what_the_template_leaves_out_of_the_last_turn_is_refused():
+    tokens = tokenizer.byte_level()
+    for answer, part in ((call("{}"), "weather"), ({**ANSWER, "thinking": "Hm."}, "Hm.")):
+        with pytest.raises(ValueError, match=f"leaves out '{part}' of the last message"):
+            tokenizer.supervised(tokens, {"prompt": "Hi?", "completion": answer})
