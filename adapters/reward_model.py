@@ -16,6 +16,7 @@ import numpy as np
 from .. import models
 from ..core import packing
 from ..models.layers import score_head
+from ..rollout.chat import demonstration
 from ..rollout.types import supervised
 from . import hf, tokenizer
 from .runtime import hub
@@ -46,8 +47,9 @@ def load(path: str | os.PathLike, label: int | str | None = None) -> Reward:
 
     def reward(text: str, row: Mapping[str, Any]) -> float:
         tokens, score = opened()
-        prompt, completion = tokenizer.supervised(tokens, {**row, "completion": text})
-        return reward_of(score([*prompt, *completion])[-1])
+        end = tokenizer.end_of_turn(tokens)
+        # A model may sample what a template leaves out, such as a second thought.
+        return reward_of(score(demonstration.encoded(tokens, {**row, "completion": text}, "last", end).ids)[-1])
 
     return reward
 

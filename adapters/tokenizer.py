@@ -171,7 +171,7 @@ def _as_fast_tokenizer(inner, vocabulary, **special):
 
 def supervised(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """(prompt ids, completion ids) of a row without images, as `chat_sft.demonstration` has them of the last turn."""
-    ids, mask, _ = demonstration.encoded(tokenizer, row, "last", end_of_turn(tokenizer))
+    ids, mask, *_ = demonstration.encoded(tokenizer, row, "last", end_of_turn(tokenizer)).whole()
     start = mask.index(True)
     return ids[:start], ids[start:]
 

@@ -40,6 +40,19 @@ READS = [
         {"prompt": "Add\n\n1, 1", "completion": "2"},
     ),
     (formats.instruction, {"instruction": "Sing", "input": "", "output": "La"}, {"prompt": "Sing", "completion": "La"}),
+    (
+        formats.instruction,
+        {"instruction": "Sing", "output": "La", "system": "Be brief.", "history": [["Hum", "Mm"]]},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Hum"},
+                {"role": "assistant", "content": "Mm"},
+                {"role": "user", "content": "Sing"},
+            ],
+            "completion": "La",
+        },
+    ),
     (formats.instruction, {"instruction": "Hum", "output": "", "id": 4}, {"prompt": "Hum", "completion": "", "id": 4}),
     (
         formats.sharegpt,
@@ -139,6 +152,7 @@ def test_unusable_hh_rlhf_pairs_are_skipped():
         (formats.prompt_answer, {"question": "", "answer": "", "prompt": "", "completion": ""}, "exactly one of"),
         (formats.instruction, {"instruction": "1"}, r"'instruction' and 'output'.*, got the fields \['instruction'\]"),
         (formats.instruction, {"instruction": "1", "output": "2", "input": 3}, "optionally 'input'"),
+        (formats.instruction, {"instruction": "1", "output": "2", "history": ["3"]}, "'history' as a list of pairs"),
         (formats.sharegpt, {"messages": [USER]}, r"needs 'conversations' .*, got the fields \['messages'\]"),
         (formats.sharegpt, {"conversations": [USER]}, r"\(found {'role': 'user', 'content': 'Hi'}\)"),
         (

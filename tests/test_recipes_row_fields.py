@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
+import tiny
 
 from areax.adapters import tokenizer
 from areax.core import losses
 from areax.recipes import preference, prm
-from areax.recipes.shared import offline
+from areax.recipes.shared import offline, rows
 from areax.rollout.chat import template
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import multi_turn, single_turn
@@ -50,6 +51,30 @@ def played(workflow, row, **options):
     return asked[:1]
 
 
+class Plain:
+    """An environment."""
+
+    def reset(self, row):
+        return "Hi?"
+
+    def step(self, action):
+        return "", 1.0, True
+
+
+def test_an_environment_honours_variables():
+    row = {"chat_template_kwargs": {"brief": True}}
+
+    async def generate(tokens, **sampling):
+        assert T.decode(tokens).startswith("<brief>")
+        return Completion([T.eos_token_id], [-0.5], [0], "stop")
+
+    how = {"tokenizer": T, "sampling": Sampling(), "make": f"{__file__}:Plain"}
+    [sample] = asyncio.run(multi_turn.environment(generate, row, **how))
+    assert T.decode(sample.tokens.tolist()).startswith("<brief>")
+    with pytest.raises(ValueError, match="chat template reads brief"):
+        asyncio.run(multi_turn.environment(generate, {"chat_template_kwargs": {"x": 1}}, **how))
+
+
 def paired(objective, row):
     preference.check(row, objective)
     return written(preference.pairs(offline.sampler(T), objective, [row, row]))
@@ -77,6 +102,7 @@ RECIPES = {
 HONOURED = {  # (fields, what is then in the text)
     "prompt": ({"prompt": "Hi?"}, "user\nHi?<|im_end|>\n<|im_start|>assistant\n"),
     "messages": ({"messages": [{"role": "system", "content": "Sys."}, ASK]}, "system\nSys.<|im_end|>\n"),
+    "developer": ({"messages": [{"role": "developer", "content": "Sys."}, ASK]}, "system\nSys.<|im_end|>\n"),
     "tools": ({"messages": [ASK], "tools": [TOOL]}, "<tool>weather</tool>"),
     "tools as text": ({"prompt": "Hi?", "tools": '[{"function": {"name": "rain"}}]'}, "<tool>rain</tool>"),
     "variables": ({"messages": [ASK], "chat_template_kwargs": {"brief": True}}, "<brief>"),
@@ -198,3 +224,13 @@ def test_what_the_template_leaves_out_of_the_last_turn_is_refused():
     for answer, part in ((call("{}"), "weather"), ({**ANSWER, "thinking": "Hm."}, "Hm.")):
         with pytest.raises(ValueError, match=f"leaves out '{part}' of the last message"):
             tokenizer.supervised(tokens, {"prompt": "Hi?", "completion": answer})
+
+
+def test_records_of_a_known_form_name_the_function_that_reads_them(tmp_path):
+    check = lambda row: template.prompted(T, row).text and None
+    for record, name in (({"prompt": [ASK]}, "conversational"), ({"instruction": "Hi?", "output": "A"}, "instruction")):
+        source = str(tiny.rows(tmp_path / "rows.jsonl", [record]))
+        with pytest.raises(ValueError, match=f"; --row areax.adapters.data.formats:{name} reads such records"):
+            rows.read(source, check=check, quiet=True)
+    with pytest.raises(ValueError, match="needs either 'prompt' or 'messages', got the fields .'text'.*}$"):
+        rows.read(str(tiny.rows(tmp_path / "rows.jsonl", [{"text": "A"}])), check=check, quiet=True)

@@ -26,9 +26,12 @@ def sample(
     Args:
       learn: as in `rollout.chat.demonstration.encoded`.
       processor: as in `template.prompted`.
+
+    Raises:
+      ValueError: as there, or the template leaves out some of the last turn.
     """
     end = tokenizers.end_of_turn(tokenizer)
-    ids, mask, seen = demonstrations.encoded(tokenizer, row, learn, end, processor)
+    ids, mask, seen, _ = demonstrations.encoded(tokenizer, row, learn, end, processor).whole()
     if processor is None:
         return types.demonstration(ids, mask)
     images.refuse([id for id, wanted in zip(ids, mask, strict=True) if wanted], processor)

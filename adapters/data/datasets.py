@@ -312,7 +312,9 @@ def _read(file) -> Iterator[Placed]:
         return _compressed(file, suffix)
     if suffix == ".jsonl":
         return _jsonl(file, file.open("rb"))
-    raise ValueError(f"data: a file must end in {', '.join(SUFFIXES)}, got {file}")
+    with file.open("rb") as opened:
+        hint = _known_form(opened.read(1 << 16))
+    raise ValueError(f"data: a file must end in {', '.join(SUFFIXES)}, got {file}{hint}")
 
 
 def _jsonl(file, opened):
@@ -327,6 +329,8 @@ def _row(line: bytes, file: Path, count: int) -> Placed:
     try:
         return images.located(_object(_parse(line.strip(), place), place), file.parent), place
     except ValueError as error:
+        if count == 1 and line.strip()[:1] == b"[":
+            error = ValueError(f"{error}{_known_form(line)}")
         return error, place
 
 
@@ -352,8 +356,24 @@ def _chunks(file, suffix) -> Iterator[bytes]:
         raise ValueError(f"{file}: damaged or half-written: {_line(error)}") from None
 
 
+def _known_form(content: bytes) -> str:
+    """What to name a file that begins with this, if it is JSON; "" = it is not."""
+    first = content.lstrip().split(b"\n", 1)[0].strip()
+    if first.startswith(b"["):
+        return "; it looks like a list in JSON: name it .json"
+    try:
+        lines = isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return ""
+    return "; it looks like JSON lines: name it .jsonl" if lines else ""
+
+
 def _json(file):
-    content = _parse(file.read_bytes(), str(file))
+    read = file.read_bytes()
+    try:
+        content = _parse(read, str(file))
+    except ValueError as error:
+        raise ValueError(f"{error}{'' if read.lstrip()[:1] == b'[' else _known_form(read)}") from None
     if not isinstance(content, list):
         raise ValueError(f"{file}: must hold a list of objects, got {type(content).__name__}")
     for count, row in enumerate(content, 1):

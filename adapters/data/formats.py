@@ -94,12 +94,22 @@ def conversational(record: dict) -> dict:
 
 
 def instruction(record: dict) -> dict:
-    """A row from Alpaca's "instruction", "input" (which may be empty or missing) and "output"."""
+    """A row from Alpaca's "instruction", "input" (which may be empty or missing) and "output", with LLaMA-Factory's
+    "system" and "history", pairs of a question and its answer, if any."""
     parts = [record.get("instruction"), record.get("input") or "", record.get("output")]
     if not all(isinstance(part, str) for part in parts):
         raise _refusal("instruction", "strings 'instruction' and 'output', optionally 'input'", record)
     prompt = "\n\n".join(str(part) for part in parts[:2] if str(part).strip())
-    return {**_without(record, "instruction", "input", "output"), "prompt": prompt, "completion": parts[2]}
+    system, history = record.get("system"), record.get("history") or []
+    if not (all(isinstance(turn, list | tuple) and list(map(type, turn)) == [str, str] for turn in history)):
+        raise _refusal("instruction", "'history' as a list of pairs of texts", record)
+    row = {**_without(record, "instruction", "input", "output", "system", "history"), "completion": parts[2]}
+    if not (system or history):
+        return {**row, "prompt": prompt}
+    messages = [{"role": "system", "content": system}] if system else []
+    said = [text for turn in history for text in turn] + [prompt]
+    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    return {**row, "messages": messages}
 
 
 def sharegpt(record: dict) -> dict:

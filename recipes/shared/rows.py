@@ -73,7 +73,7 @@ def made(
             try:
                 own, why = use(record)
             except ValueError as error:
-                refused.append(ValueError(f"{place}: {error}"))
+                refused.append(ValueError(f"{place}: {error}{'' if row else _read_by(record)}"))
                 if bad == "stop":
                     raise refused[0] from error
                 continue
@@ -88,6 +88,12 @@ def made(
     for why, count in left.items() if not quiet else ():
         progress.say(f"{count:,} of {total:,} rows are left out, {why}")
     return rows
+
+
+def _read_by(record: dict) -> str:
+    """The `--row` that reads a record of a known form."""
+    known = formats.recognised(record)
+    return f"; --row {known} reads such records" if known else ""
 
 
 def reader(row: str, check: Check, recognise: bool) -> Callable[[dict], tuple[dict | None, str | None]]:

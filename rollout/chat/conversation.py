@@ -18,6 +18,7 @@ UNREAD = {  # what to do with fields that others read into prompts
     "system": 'make it the first of \'messages\', {"role": "system", "content": ...}',
     "history": "make its turns 'messages'",
 }
+ROLES = {"developer": "system"}  # what templates call it
 REASONING = "reasoning_content", "reasoning", "thinking"  # of messages: names of one thing
 
 
@@ -36,7 +37,10 @@ class Conversation(NamedTuple):
 
 def asked(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row that its prompt is made of, and those for which it is refused."""
-    return {name: row[name] for name in (*FIELDS, *UNREAD) if row.get(name) not in (None, [], "")}
+    given = {name: row.get(name) for name in (*FIELDS, *UNREAD)}
+    return {
+        name: value for name, value in given.items() if not (value is None or isinstance(value, list) and not value)
+    }
 
 
 def prompt(row: Mapping[str, Any]) -> Conversation:
@@ -86,7 +90,7 @@ def dialogue(row: Mapping[str, Any]) -> Conversation:
 
 def _read(row: Mapping[str, Any]) -> Conversation:
     for name, instead in UNREAD.items():
-        if row.get(name) not in (None, "", []):
+        if not images.empty(row.get(name)):
             raise ValueError(f"a row's {name!r} is not read, got {str(row[name])[:80]!r}; {instead}")
     named = [name for name in ("prompt", "messages") if row.get(name) is not None]
     if len(named) != 1 or row[named[0]] == []:
@@ -100,7 +104,8 @@ def _read(row: Mapping[str, Any]) -> Conversation:
     messages = filled(value) if isinstance(value, list) else [{"role": "user", "content": value}]
     messages = images.placed(messages, images.given(row))
     check(messages)
-    return Conversation([plain(message) for message in messages], _tools(row.get("tools")), _variables(row))
+    messages = [{**plain(message), "role": ROLES.get(message["role"], message["role"])} for message in messages]
+    return Conversation(messages, _tools(row.get("tools")), variables(row))
 
 
 def _tools(given: Any) -> tuple[Any, ...]:
@@ -116,7 +121,8 @@ def _tools(given: Any) -> tuple[Any, ...]:
     return tuple(filled(given))
 
 
-def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
+def variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's "chat_template_kwargs"."""
     given = row.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"a row's 'chat_template_kwargs' must be an object, got {given!r:.80}")

@@ -20,12 +20,28 @@ STAND_IN = "areax", "xaera"  # for what a turn says
 
 
 class Demonstration(NamedTuple):
-    """Token ids up to the end of the last turn that is learnt, a mask of those that are, and the images among them, of
-    one token each."""
+    """The tokens of a row's demonstration.
+
+    Attributes:
+      ids: up to the end of the last turn that is learnt; of an image one.
+      mask: of those that are learnt.
+      images: in the order of their tokens.
+      lost: a part of the last message that the template leaves out; "" = it is whole.
+    """
 
     ids: list[int]
     mask: list[bool]
     images: tuple[images.Image, ...] = ()
+    lost: str = ""
+
+    def whole(self) -> Demonstration:
+        """Itself; raises ValueError if a part of it is lost."""
+        if self.lost:
+            raise ValueError(
+                f"chat: the chat template leaves out {self.lost[:80]!r} of the last message, which would not be "
+                "learnt; write it as the template has it, or take another template"
+            )
+        return self
 
 
 def encoded(
@@ -40,8 +56,8 @@ def encoded(
       processor: as in `template.prompted`.
 
     Raises:
-      ValueError: the row has no such turn, the template refuses the messages, leaves out some of the last one, or
-        renders earlier turns differently once others follow.
+      ValueError: the row has no such turn, the template refuses the messages, or renders earlier turns differently
+        once others follow.
     """
     talk = (conversation.demonstration if learn == "last" else conversation.dialogue)(row)
     talk = template.readable(tokenizer, talk)
@@ -52,14 +68,12 @@ def encoded(
         raise ValueError("a demonstration needs an assistant's message to learn, got weight 0 for each of them")
     text = template.render(tokenizer, talk.messages, talk.tools, talk.variables, ask=False)
     spans, ends = _spans(tokenizer, talk, text, wanted, tokenizer.convert_ids_to_tokens(end))
-    if wanted[-1] == len(talk.messages) - 1:
-        _refuse_loss(tokenizer, talk, text)
+    lost = _lost(tokenizer, talk, text) if wanted[-1] == len(talk.messages) - 1 else ""
     ids, mask = _tokens(tokenizer, text, spans)
     if not ends:
         ids, mask = [*ids, end], [*mask, True]
-    return Demonstration(
-        template.known(tokenizer, ids, *conversation.texts(talk.messages)), mask, images.of(talk.messages)
-    )
+    ids = template.known(tokenizer, ids, *conversation.texts(talk.messages))
+    return Demonstration(ids, mask, images.of(talk.messages), lost)
 
 
 def _wanted(messages: Sequence[Message], learn: Learn) -> list[int]:
@@ -169,20 +183,15 @@ def _stop(tokenizer: Any, text: str, start: int, end: str) -> int | None:
     return stop
 
 
-def _refuse_loss(tokenizer: Any, talk: Conversation, text: str) -> None:
-    """Raises ValueError if the last turn is not in the text whole."""
+def _lost(tokenizer: Any, talk: Conversation, text: str) -> str:
+    """The first part of the last turn that is not in the text; "" = all are."""
     *before, answer = talk.messages
     prompt = template.render(tokenizer, before, talk.tools, talk.variables, ask=True)
     written = _unspaced(text[len(os.path.commonprefix([prompt, text])) :])
     content = images.words(answer.get("content"))
     parts = [conversation.reasoning(answer), *re.split(r"</?think>", content)]
     parts += [call["function"]["name"] for call in answer.get("tool_calls") or ()]
-    for part in parts:
-        if _unspaced(part) not in written:
-            raise ValueError(
-                f"chat: the chat template leaves out {part.strip()[:80]!r} of the last message, which would not be "
-                "learnt; write it as the template has it, or take another template"
-            )
+    return next((part.strip() for part in parts if _unspaced(part) not in written), "")
 
 
 def _unspaced(text: str) -> str:

@@ -46,14 +46,14 @@ class Processor(Hashable, Protocol):
 
 def given(row: Mapping[str, Any]) -> list[Any]:
     """The sources in a row's field `images`, or the one in its field `image`."""
-    fields = [name for name in FIELDS if not _empty(row.get(name))]
+    fields = [name for name in FIELDS if not empty(row.get(name))]
     if len(fields) > 1:
         raise ValueError(f"a row needs its images in one field, {' or '.join(FIELDS)}, got both")
     value = row[fields[0]] if fields else []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _empty(value: Any) -> bool:
+def empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
@@ -85,7 +85,7 @@ def placed(messages: Sequence[Message], sources: Sequence[Any]) -> list[Any]:
 
 def located(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The row with paths of images as seen from `folder`, where its file is, if there are such files."""
-    moved = {name: _at(row[name], folder) for name in FIELDS if not _empty(row.get(name))}
+    moved = {name: _at(row[name], folder) for name in FIELDS if not empty(row.get(name))}
     for name in ("messages", "prompt"):
         if isinstance(row.get(name), list) and within(row[name]):
             moved[name] = [_moved(message, folder) for message in row[name]]
@@ -100,7 +100,7 @@ def _moved(message: Any, folder: Path) -> Any:
 def _at(source: Any, folder: Path) -> Any:
     if isinstance(source, list):
         return [_at(each, folder) for each in source]
-    if isinstance(source, Mapping) and _empty(source.get("bytes")):
+    if isinstance(source, Mapping) and empty(source.get("bytes")):
         return {**source, **{name: _at(source[name], folder) for name in SOURCES if isinstance(source.get(name), str)}}
     if isinstance(source, str) and ":" not in source[:16] and os.path.isfile(joined := folder / source):
         return str(joined)
@@ -130,7 +130,7 @@ def within(messages: Sequence[Message]) -> bool:
 def of_row(row: Mapping[str, Any]) -> bool:
     """Whether there are images in a row's fields or messages."""
     messages = row.get("messages")
-    return any(not _empty(row.get(name)) for name in FIELDS) or (isinstance(messages, list) and within(messages))
+    return any(not empty(row.get(name)) for name in FIELDS) or (isinstance(messages, list) and within(messages))
 
 
 def read(messages: Sequence[Message], processor: Processor | None) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def _part(source: Any) -> dict[str, Any]:
 
 def _source(part: Mapping[str, Any]) -> Any:
     """Where an image of a part comes from; None if the part only keeps its place."""
-    source = next((part[name] for name in SOURCES if not _empty(part.get(name))), None)
+    source = next((part[name] for name in SOURCES if not empty(part.get(name))), None)
     if part.get("type") == "image_url" and isinstance(source, Mapping):
         return source.get("url")
     return source

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .. import object_path, rewards
-from ..chat import images, parsers, template
+from ..chat import conversation, images, parsers, template
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
 from ..rewards import judge
@@ -138,16 +138,20 @@ async def environment(
 ) -> list[Sample]:
     """Runs an episode in an environment: each answer is an action with its own reward.
 
+    Of the row only "chat_template_kwargs" is read here, all else by the environment.
+
     Args:
       make: object path of a function or class that makes an `Environment`, called for each episode; its `close`, if it
         has one, is called at the end.
     """
+    variables = conversation.variables(row)
+    template.check_variables(tokenizer, variables)
     session, world = Session(generate, tokenizer, processor, sampling=sampling), object_path.resolve(make)()
     try:
         observation = await _awaited(world.reset(row))
         messages = [{"role": "user", "content": observation}]
         for _ in range(_counted(turns)):
-            if not (x := await _next(session, messages)):
+            if not (x := await _next(session, messages, template=variables)):
                 break
             observation, value, done = await _awaited(world.step(x.answer.content))
             session.set_reward(value, x.id)
@@ -185,7 +189,7 @@ async def judged(
     put = question.format(question=images.words(messages[-1]["content"]), answer=answer)
     critic = Session(generate, tokenizer, processor, sampling=sampling)
     asked = [*images.found(messages), {"type": "text", "text": put}] if images.within(messages) else put
-    verdict = (await critic.ask([{"role": "user", "content": asked}])).answer
+    verdict = (await critic.ask([{"role": "user", "content": asked}], template=shown["template"])).answer
     value = judge.grade(verdict.content, VERDICT_NUMBER, best)
     session.set_reward(None if value is None else min(max(value, 0.0), 1.0))
     return session.samples(row=row, verdict=verdict.content)
