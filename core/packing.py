@@ -38,8 +38,9 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
 
 
 def pack_tries(
-    samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = (), align: int = 1
-) -> Batch:
+    samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = (), align: int = 1,
+    apart: Sequence[int] = (),
+) -> Batch:  # fmt: skip
     """Packs samples as `pack`, but the tokens that they share are computed once: a Batch with a `trie` [M, B, T].
 
     Samples share their first tokens while these and the values of all extra arrays there agree to the bit. All fields
@@ -55,6 +56,8 @@ def pack_tries(
       length: T, as in `pack`; rounded up to a multiple of `align` if need be.
       rows, components: as in `pack`.
       align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
+      apart: samples of more than one of these numbers of tokens share nothing with samples of fewer or as many
+        (`models.trie_lengths`).
 
     Raises:
       ValueError: as `pack`; align below 1.
@@ -63,10 +66,10 @@ def pack_tries(
         raise ValueError(f"pack: align must be at least 1, got {align}")
     sizes, T = _checked(samples, length, rows, components)
     T = trie_packing.aligned(T, align)
-    trees, most = ([], 0) if any(s.images for s in samples) else _grown(samples, sizes, T, align)
+    trees, most = ([], 0) if any(s.images for s in samples) else _grown(samples, sizes, T, align, apart)
     widths, pairs = np.array([tree.size for tree in trees]), np.array([tree.pair for tree in trees])
-    apart = [widths[pairs == pair].sum() for pair in np.unique(pairs[pairs >= 0])]  # pairs that a trie does not hold
-    if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in apart):
+    split = [widths[pairs == pair].sum() for pair in np.unique(pairs[pairs >= 0])]  # pairs that a trie does not hold
+    if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in split):
         return pack(samples, length, rows=rows, components=components)
     both = np.stack([widths, [tree.tokens for tree in trees]], 1)
     row, start, count = _first_fit(both, pairs, (T, most), rows, [tree.branches[0].sample for tree in trees])
@@ -78,7 +81,7 @@ def pack_tries(
     A, J = flattened(int(filled.max()), int(np.bincount(row_of).max()), T)
     batch = _filled(samples, row_of, start_of, (A, J), rows, count, components)
     M = len(batch.token_BT)
-    trie = trie_packing.places(trees, row, start, start_of, (M * rows, T, A), align)
+    trie = trie_packing.places(trees, row, start, start_of, (M * rows, T, A), align, apart)
     return batch.replace(trie=jax.tree.map(lambda x: x.reshape(M, rows, -1), trie))
 
 
@@ -208,16 +211,16 @@ def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
     return out
 
 
-def _grown(samples: Sequence, sizes: np.ndarray, T: int, align: int) -> tuple[list, int]:
+def _grown(samples: Sequence, sizes: np.ndarray, T: int, align: int, apart: Sequence[int]) -> tuple[list, int]:
     """Tries of at most T places, and the tokens of samples that a row of them may hold.
 
     All rows have room for as many tokens as the fullest one, which is therefore kept from holding `FULLEST` times more
     of them than rows do on average. Tries with more are cut, which adds less than a quarter to all places.
     """
-    trees = trie_packing.grow(samples, T, align)
+    trees = trie_packing.grow(samples, T, align, apart=apart)
     most = FULLEST * max(T, int(T * sizes.sum() / sum(tree.size for tree in trees)))
     if max(tree.tokens for tree in trees) > most:
-        trees = trie_packing.grow(samples, T, align, most)
+        trees = trie_packing.grow(samples, T, align, most, apart)
     return trees, max(most, *(tree.tokens for tree in trees))
 
 

@@ -66,3 +66,11 @@ def segment_index(segment_BT):
     first = jnp.ones((*segment_BT.shape[:-1], 1), bool)
     new_BT = jnp.concatenate([first, segment_BT[..., 1:] != segment_BT[..., :-1]], -1)
     return t_BT - jax.lax.cummax(jnp.where(new_BT, t_BT, 0), axis=segment_BT.ndim - 1)
+
+
+@shaped
+def at_last(x_BT, segment_BT):
+    """The value at the last token of each segment, at all its tokens; segments as in `segment_index`."""
+    behind_BT = jnp.flip(segment_index(jnp.flip(segment_BT, -1)), -1)  # tokens of the segment behind each
+    t_BT = jnp.broadcast_to(jnp.arange(segment_BT.shape[-1], dtype=jnp.int32), segment_BT.shape)
+    return jnp.take_along_axis(x_BT, t_BT + behind_BT, -1)

@@ -28,6 +28,7 @@ class Trie:
         place j iff `j <= i < until[j]`.
       place_BA: place of each sample's token; 0 at padding.
       align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
+      apart: samples of more than one of these numbers of tokens share nothing with samples of fewer or as many.
     """
 
     first_BT: Array
@@ -35,6 +36,7 @@ class Trie:
     until_BT: Array
     place_BA: Array
     align: int = field(default=1, metadata={"static": True})
+    apart: tuple[int, ...] = field(default=(), metadata={"static": True})
 
 
 def to_places(trie: Trie, x_BA, fill=0):

@@ -68,15 +68,16 @@ class Tree:
         self.size += branch.size(align)
 
 
-def grow(samples: Sequence, length: int, align: int, tokens: float = math.inf) -> list[Tree]:
+def grow(samples: Sequence, length: int, align: int, tokens: float = math.inf, apart: Sequence[int] = ()) -> list[Tree]:
     """Tries of at most `length` places, a multiple of `align`, that hold all samples.
 
     Samples, sorted by tokens, go one by one into the trie with which they share most, of those with room; one that
     would share less than `SHARE` of its tokens starts a new one. So a trie longer than `length` is cut into several,
     each with its own stem, and a header that all samples begin with ties nothing together. Samples of a pair go into
     one trie, or if that exceeds `length`, each into its own. No trie has samples of more than `tokens` tokens in all.
+    Samples on two sides of a length in `apart` share nothing.
     """
-    units, shared = _sorted(samples)
+    units, shared = _sorted(samples, apart)
     sizes = [len(s.tokens) for s in samples]
     trees: list[Tree] = []
     most, room, held = np.zeros((3, len(samples)), int)  # of each trie: tokens shared, places left, tokens of samples
@@ -108,15 +109,16 @@ def grow(samples: Sequence, length: int, align: int, tokens: float = math.inf) -
 
 
 def places(
-    trees: Sequence[Tree], row: np.ndarray, start: np.ndarray, at: np.ndarray, shape: tuple[int, int, int], align: int
-) -> Trie:
+    trees: Sequence[Tree], row: np.ndarray, start: np.ndarray, at: np.ndarray, shape: tuple[int, int, int], align: int,
+    apart: Sequence[int] = (),
+) -> Trie:  # fmt: skip
     """The Trie of trees in rows, [rows, ...].
 
     Args:
       row, start: of each tree; its first place in that row.
       at: of each sample; its first place in A of that row.
       shape: (rows, T, A).
-      align: as in `grow`.
+      align, apart: as in `grow`.
     """
     rows, T, A = shape
     here = np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T))
@@ -137,16 +139,17 @@ def places(
                 depth = n
             place[b, at[branch.sample] : at[branch.sample] + n] = path[:n]
         until[b, path[:depth]] = end
-    return Trie(first_BT=first, parent_BT=parent, until_BT=until, place_BA=place, align=align)
+    return Trie(first, parent, until, place, align, tuple(apart))
 
 
-def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:
+def _sorted(samples: Sequence, apart: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """Samples in depth-first order, those of a pair together, and the tokens that each shares with the one before.
 
-    Tokens are shared while they and the values of all extra arrays there agree to the bit, as they are packed.
+    Tokens are shared while they and the values of all extra arrays there agree to the bit, as they are packed, by
+    samples on the same side of each length in `apart`.
     """
     dtypes = {name: x.dtype for name, (_, x) in sorted(samples[0].arrays.items())}
-    keys = [_bytes(s, dtypes) for s in samples]
+    keys = [_bytes(s, dtypes, sum(len(s.tokens) > length for length in apart)) for s in samples]
     texts = [key.tobytes() for key in keys]
     units: dict = {}
     for i in sorted(range(len(samples)), key=texts.__getitem__):
@@ -156,9 +159,10 @@ def _sorted(samples: Sequence) -> tuple[list[list[int]], list[int]]:
     return list(units.values()), [0, *shared]
 
 
-def _bytes(sample, dtypes: dict) -> np.ndarray:
-    """The bytes of each token and its extra arrays, in the dtypes in which they are packed, u8[n, ...]."""
-    arrays = [np.asarray(sample.tokens, np.int32)]
+def _bytes(sample, dtypes: dict, side: int) -> np.ndarray:
+    """The bytes of each token and its extra arrays, in the dtypes in which they are packed, behind a byte that only
+    samples of the same side have, u8[n, ...]."""
+    arrays: list[np.ndarray] = [np.full(len(sample.tokens), side, np.uint8), np.asarray(sample.tokens, np.int32)]
     arrays += [np.ascontiguousarray(sample.arrays[name][1], dtype) for name, dtype in dtypes.items()]
     return np.concatenate([x.reshape(len(x), math.prod(x.shape[1:])).view(np.uint8) for x in arrays], 1)
 

@@ -73,9 +73,6 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     if hf.get("head_dim") is not None:  # transformers turns as many entries
         dense.refuse(hf, "head_dim", turned, default=turned)
     turns = rope.from_hf(hf, rope.Rope(pairs=pairs))
-    options = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if turns.kind not in ("default", "yarn") and options.get("mscale_all_dim"):
-        raise ValueError(f"config.json: mscale_all_dim needs rope_type yarn, got {turns.kind}")
     factor = rope.yarn_scale(turns.factor, turns.mscale_all_dim) ** 2 if turns.mscale_all_dim else 1.0
     base = dense.config(
         hf, family, head_dim=turned, ropes=[turns] * hf["num_hidden_layers"],

@@ -94,6 +94,20 @@ def trie_alignment(config) -> int:
     return recurrence.chunk_size() if stateful else 1
 
 
+def rope_switches(layers: Sequence[Layer]) -> tuple[int, ...]:
+    """The lengths in tokens above which a sequence's rotary embeddings depend on its length (`Rope.switch`)."""
+    ropes = {layer.rope for layer in layers if isinstance(layer, Attention) and layer.rope is not None}
+    return tuple(sorted({rope.switch for rope in ropes if rope.switch is not None}))
+
+
+def trie_lengths(config) -> tuple[int, ...]:
+    """Lengths in tokens such that a sample longer than one of them must share nothing with one that is not, as its
+    rotary embeddings differ (`packing.pack_tries`); those of longrope."""
+    return rope_switches(
+        [r for r in config.records if isinstance(r, Attention) and r.rope and r.rope.kind != "dynamic"]
+    )
+
+
 def cached_bytes(layers: Sequence[Layer], itemsize: int, *, twice: bool = True) -> tuple[int, int]:
     """Bytes that decoding keeps (for each token, for each sequence whatever its length): keys and values, or latent
     vectors, with `itemsize` bytes an entry, in layers that do not use those of another, and states in fp32.
@@ -153,20 +167,23 @@ class Recurrence:
 AnyMixer = Mixer | Recurrence
 
 
-def mixers(layers: Sequence[Layer], position_BT, position_3BT=None) -> Callable[[Attention, Callable], Mixer]:
+def mixers(
+    layers: Sequence[Layer], position_BT, position_3BT=None, length_BT=None
+) -> Callable[[Attention, Callable], Mixer]:
     """Returns `mixer(layer, attend)` for tokens at these positions.
 
     cos and sin are computed here, once for each rotary embedding, so that a scan over layers does not repeat them.
 
     Args:
       position_3BT: positions in time, height and width, by which rotary embeddings turn; None = position_BT on each.
+      length_BT: of each token's sequence, which layers with `rope_switches` need.
     """
     tables: dict[Any, Any] = {}
     for layer in layers:
         if isinstance(layer, Attention) and layer.rope is not None and (layer.rope, layer.rope_dim) not in tables:
             turns = layer.rope, layer.rope_dim
             if position_3BT is None:
-                tables[turns] = rotary.tables(position_BT, *turns)
+                tables[turns] = rotary.tables(position_BT, *turns, length_BT)
             else:
                 tables[turns] = rotary.axis_tables(position_3BT, *turns)
 

@@ -25,7 +25,8 @@ def config(hf: dict) -> Config:
     hf = DEFAULTS | hf
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
         hf["rope_parameters"] = ROPE
-    scaling = rope.from_hf(hf)
+    dense.need(hf, "ministral3")
+    scaling = rope.from_hf(hf, others=("llama_4_scaling_beta",))
     options = hf.get("rope_parameters") or hf["rope_scaling"]
     rate, length = options.get("llama_4_scaling_beta"), options.get(rope.ORIGINAL)
     if scaling.kind in rope.SCALED:  # as in transformers, the model's own comes first
@@ -35,7 +36,8 @@ def config(hf: dict) -> Config:
             "config.json: rope_parameters of ministral3 need numbers llama_4_scaling_beta and "
             f"original_max_position_embeddings, got {rate!r:.80} and {length!r:.80}"
         )
-    return dense.config(hf, "ministral3", patterns=Pattern(window=dense.window(hf)), growth=Growth(rate, length))
+    ropes, pattern = [scaling] * hf["num_hidden_layers"], Pattern(window=dense.window(hf))
+    return dense.config(hf, "ministral3", patterns=pattern, ropes=ropes, growth=Growth(rate, length))
 
 
 def to_hf(config: Config) -> dict:

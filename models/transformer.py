@@ -12,13 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ..core import quantised
 from ..core import trie as tries
 from ..core.batch import Batch
-from ..core.segments import segment_index
+from ..core.segments import at_last, segment_index
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, token_layout, vocab
 from . import remat, vision
 from .attention import backends
 from .families import FAMILIES
-from .layer import AnyMixer, Attention, mixers, over_rows, trie_alignment
+from .layer import AnyMixer, Attention, mixers, over_rows, rope_switches, trie_alignment, trie_lengths
 from .layers import grouped, moe, score_head
 from .layers.norm import rms_norm
 from .remat import Keep
@@ -95,7 +95,7 @@ def family(config):
 @shaped
 def backbone(
     params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run(), packing=True,
-    images=None, trie: tries.Trie | None = None, weight_BT=None,
+    images=None, trie: tries.Trie | None = None, weight_BT=None, length_BT=None,
 ):  # fmt: skip
     """Embedding, a scan over each stack of layers, final norm.
 
@@ -106,19 +106,17 @@ def backbone(
       images: the arrays of `vision.arrange`; None or {} = text alone.
       trie: the layout of rows of tries, whose indices count from their roots; None = rows of sequences.
       weight_BT: how often a token counts in the statistics of experts; None = once.
+      length_BT: of each token's sequence, see `lengths`.
 
     Returns:
       hidden_BTD; the `aux` of `Scores`.
 
     Raises:
-      ValueError: chosen_BTLK does not match the model's number of layers or experts per token; or nodes of the tries
-        begin where recurrent layers cannot read the state.
+      ValueError: chosen_BTLK does not match the model's number of layers or experts per token; or tries do not suit its
+        recurrent layers or rotary embeddings.
     """
-    if trie is not None and trie.align % (needed := trie_alignment(config)):
-        raise ValueError(
-            f"recurrent layers need tries whose nodes begin at multiples of {needed}, got {trie.align}; pack them with "
-            "align=models.trie_alignment(config)"
-        )
+    if trie is not None:
+        _check_trie(trie, config)
     module = family(config)
     table = module.table(config)
     chosen = _by_stack(chosen_BTLK, table, config)
@@ -126,7 +124,7 @@ def backbone(
     seen = vision.see(params["vision"], images, config.vision, run) if images else None
     if seen:
         x_BTD = vision.replaced(x_BTD, seen.merged_BUD, seen.feature_BT)
-    mixer = mixers(config.records, position_BT, seen and seen.position_3BT)
+    mixer = mixers(config.records, position_BT, seen and seen.position_3BT, length_BT)
     inputs = per_layer(module, params, token_BT, x_BTD, config)
     counted_BT = segment_BT > 0 if weight_BT is None else weight_BT
     shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
@@ -182,6 +180,27 @@ def backbone(
     return last_norm(x_BTD, params, config), aux
 
 
+def _check_trie(trie: tries.Trie, config):
+    if trie.align % (needed := trie_alignment(config)):
+        raise ValueError(
+            f"recurrent layers need tries whose nodes begin at multiples of {needed}, got {trie.align}; pack them with "
+            "align=models.trie_alignment(config)"
+        )
+    T = trie.first_BT.shape[-1]  # no sample is longer
+    reached = {length for length in trie_lengths(config) if length < T}
+    if reached - set(trie.apart):
+        raise ValueError(
+            f"long rope needs tries in which samples of more than {min(reached)} tokens share nothing with others, got "
+            f"apart {trie.apart}; pack them with apart=models.trie_lengths(config)"
+        )
+    dynamic = set(rope_switches(config.records)) - set(trie_lengths(config))
+    if dynamic and T > min(dynamic):
+        raise ValueError(
+            f"dynamic rope needs rows of tries of at most {min(dynamic)} tokens, max_position_embeddings, got {T}; "
+            "pack longer samples with packing.pack"
+        )
+
+
 def per_layer(module, params, token_BT, x_BTD, config) -> dict:
     """What layers read beside the residual stream, {name: [layers, B, T, ...]}; nothing in most families."""
     made = module.per_layer(params, token_BT, x_BTD, config) if hasattr(module, "per_layer") else None
@@ -219,6 +238,12 @@ def _by_stack(chosen_BTLK, table, config):
     return [part(stack) if has else None for stack, has in zip(table.stacks, sparse, strict=True)]
 
 
+def lengths(config, position_BT, segment_BT):
+    """The length of each token's sequence, the position of its last token + 1, i32[B, T], in rows in their own order;
+    None if the model's rotary embeddings do not depend on it."""
+    return at_last(position_BT, segment_BT) + 1 if rope_switches(config.records) else None
+
+
 def head(params):
     """The output matrix [V, D]; the embedding if tied."""
     return params.get("head", params["embed"])
@@ -250,9 +275,10 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     index_BT = segment_index(segment_BT)
     position_BT = index_BT if position_BT is None else position_BT
     into, back = context.arrange(run.cp, token_BT.shape[1])
+    length_BT = lengths(config, position_BT, segment_BT)
     rows = map(into, (token_BT, position_BT, segment_BT, index_BT))
-    images = _images(images or {}, config, into)
-    hidden_BTD = back(backbone(params, *rows, config=config, run=run, packing=packing, images=images)[0])
+    more = dict(images=_images(images or {}, config, into), length_BT=None if length_BT is None else into(length_BT))
+    hidden_BTD = back(backbone(params, *rows, config=config, run=run, packing=packing, **more)[0])
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     w = head(params).astype(hidden_BTD.dtype)
     return logits(jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide), config)
@@ -335,9 +361,13 @@ def _hidden(params, batch: Batch, config, run: Run):
     if chosen_BTLK is not None:  # -1: not replayed
         chosen_BTLK = layout.inputs(jnp.where(batch.segment_BT[..., None, None] > 0, chosen_BTLK, -1), -1)
     images = _images(batch.input, config, layout.inputs)
+    length_BT = lengths(config, batch.position_BT, batch.segment_BT)
+    if length_BT is not None:  # samples that share a token need not be equally long: see `trie_lengths`
+        length_BT = layout.inputs(length_BT)
     weight_BT = None if trie is None else tries.sample_counts(trie, batch.segment_BT)
     made = backbone(
-        params, *rows, chosen_BTLK, config=config, run=run, images=images, trie=trie, weight_BT=weight_BT
+        params, *rows, chosen_BTLK, config=config, run=run, images=images, trie=trie, weight_BT=weight_BT,
+        length_BT=length_BT,
     )  # fmt: skip
     return *made, layout
 

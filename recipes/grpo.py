@@ -189,6 +189,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
         common.check_own_engine(config.model, serving.serve.sized(length))
+    common.note_rope(model, min(length, context or length))
     check = vision.NotingImages(
         rows.prompts(
             tokens, workflow, processor and processor.as_given(), most=options.max_prompt,

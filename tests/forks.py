@@ -3,7 +3,7 @@
 import numpy as np
 
 from areax.core import packing
-from areax.models import trie_alignment
+from areax.models import trie_alignment, trie_lengths
 from areax.rollout.types import Sample
 
 
@@ -72,7 +72,7 @@ def batches(config, data):
     """(rows, tries) of the samples."""
     align = trie_alignment(config)
     length = 96 if align == 1 else 512
-    tries = packing.pack_tries(data, length, rows=2, align=align)
+    tries = packing.pack_tries(data, length, rows=2, align=align, apart=trie_lengths(config))
     assert tries.trie is not None
     return packing.pack(data, length, rows=4), tries
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.core import packing, trie, trie_packing
+from areax.core import packing, trie
 from areax.rollout.types import Image, Sample
 
 
@@ -275,6 +275,21 @@ def test_length_is_a_multiple_of_align():
     check(batch, samples, 16)
 
 
+def test_samples_on_two_sides_of_a_length_share_nothing():
+    """Eight beginnings of one text: up to 12 tokens, of 13 to 14, and of more. In each trie the longest has a place for
+    all of its tokens."""
+    rng = np.random.default_rng(0)
+    samples = [make(i, range(n), rng) for i, n in enumerate((12, 13, 11, 20, 12, 15, 14, 13))]
+    for apart, places in (((), 20), ((12,), 12 + 20), ((12, 14), 12 + 14 + 20), ((99,), 20)):
+        batch = packed(samples, 64, rows=1, apart=apart)
+        check(batch, samples)
+        same_fields(batch, samples)
+        assert (batch.trie.first_BT >= 0).sum() == places and batch.trie.apart == apart
+    pair = [s.replace(pair=0) for s in samples[:2]]
+    check(batch := packed(pair, 64, rows=1, apart=(12,)), pair)
+    assert (batch.trie.first_BT >= 0).sum() == 12 + 13 and int(packing.used(batch)) == 1
+
+
 def test_bad_input_gives_the_errors_of_pack():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="got 33 in sample 1; raise length"):
@@ -293,7 +308,7 @@ def test_values_move_as_in_loops_over_tokens():
     rng = np.random.default_rng(3)
     samples = branching(12, rng)
     batch = packed(samples, 32, rows=2, align=4)
-    made = trie_packing.Trie(**{name: x[0] for name, x in vars(batch.trie).items() if name != "align"})
+    made = jax.tree.map(lambda x: x[0], batch.trie)
     B, T = made.first_BT.shape
     A = made.place_BA.shape[-1]
     x_BA, x_BT = rng.normal(size=(B, A, 3)), rng.normal(size=(B, T, 3))

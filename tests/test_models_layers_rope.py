@@ -41,7 +41,7 @@ def ours(family, options):
         {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_theta": 3.0, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
         {"rope_theta": 3.0, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
-        {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 4.0, "rope_theta": 10.0}},
+        {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 1.0, "rope_theta": 10.0}},
         {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0},
          "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
         {"rope_parameters": {**LLAMA3, "rope_theta": 10.0, "original_max_position_embeddings": 16}},
@@ -127,7 +127,8 @@ def read(family, hf):
     default = FAMILIES[family][2]
     if isinstance(default, dict):
         return rope.by_layer_type(hf, default, LOCAL.get(family))
-    return {None: rope.from_hf(hf, default)}
+    others = ("llama_4_scaling_beta",) if family == "ministral3" else ()
+    return {None: rope.from_hf(hf, default, others)}
 
 
 def written(family, ropes, hf):
@@ -136,11 +137,14 @@ def written(family, ropes, hf):
     return rope.to_hf_by_layer_type(ropes, LOCAL.get(family), hf)
 
 
-def check_tables(family, ropes, hf):
-    for kind, (freq, cos, sin) in their_tables(family, hf).items():
+def check_tables(family, ropes, hf, positions=POSITIONS):
+    """Of one sequence with these positions; transformers makes the tables of the longest one for all."""
+    length = positions.max() + 1
+    for kind, (freq, cos, sin) in their_tables(family, hf, positions).items():
         size = hf.get("global_head_dim", HEAD) if kind == "full_attention" else HEAD
-        np.testing.assert_allclose(rope.frequencies(ropes[kind], size), freq, rtol=2e-6)
-        ours = rope.tables(jnp.asarray(POSITIONS), ropes[kind], size)
+        if (switch := ropes[kind].switch) is None or length <= switch or ropes[kind].kind == "longrope":
+            np.testing.assert_allclose(rope.frequencies(ropes[kind], size, length > (switch or 0)), freq, rtol=2e-6)
+        ours = rope.tables(jnp.asarray(positions), ropes[kind], size, jnp.full(positions.shape, length))
         np.testing.assert_allclose(ours[0], cos, atol=2e-5)
         np.testing.assert_allclose(ours[1], sin, atol=2e-5)
 
@@ -231,10 +235,55 @@ def test_tables_are_those_of_transformers(family, options):
         check_tables(family, ropes, alone)
 
 
-def test_options_that_rope_does_not_know_are_kept():
-    hf = {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "max_position_embeddings": 96}
-    new = rope.to_hf(rope.from_hf(hf), hf)
-    assert new["rope_parameters"]["llama_4_scaling_beta"] == new["rope_scaling"]["llama_4_scaling_beta"] == 0.1
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}},
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16, "factor": 2.0}},
+        {"rope_theta": 300.0, "rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": 16},
+    ],
+)  # fmt: skip
+def test_the_length_of_a_sequence_decides_for_all_of_its_tokens(options):
+    """As in transformers, each length alone; in one batch each sequence has its own."""
+    hf = {**BASE, **options}
+    turns = read("qwen3", hf)[None]
+    assert turns.switch == 16
+    lengths = 12, 16, 17, 40
+    for n in lengths:
+        check_tables("qwen3", {None: turns}, hf, np.arange(n)[None])
+    alone = [rope.tables(jnp.arange(12)[None], turns, HEAD, jnp.full((1, 12), n)) for n in lengths]
+    position_BT, length_BT = jnp.tile(jnp.arange(12), (4, 1)), jnp.tile(jnp.array(lengths)[:, None], 12)
+    for got, wanted in zip(rope.tables(position_BT, turns, HEAD, length_BT), zip(*alone, strict=True), strict=True):
+        np.testing.assert_array_equal(got, jnp.concatenate(wanted))
+    with pytest.raises(ValueError, match=f"{turns.kind} needs the length of each token's sequence, got none"):
+        rope.tables(position_BT, turns, HEAD)
+
+
+def test_options_that_change_nothing_and_those_of_families_are_kept():
+    others = {"finetuned": True, "attn_factor": 1, "llama_4_scaling_beta": 0.1}
+    hf = {"rope_parameters": {**YARN, **others}, "max_position_embeddings": 96}
+    new = rope.to_hf(rope.from_hf(hf, others=("llama_4_scaling_beta",)), hf)
+    for spelling in ("rope_parameters", "rope_scaling"):
+        assert others.items() <= new[spelling].items()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({**YARN, "attn_factor": 0.9}, "yarn does not use, got attn_factor 0.9; state attention_factor, the whole"),
+        ({**YARN, "extrapolation_factor": 0.5}, "does not use, got extrapolation_factor 0.5; remove it"),
+        ({**YARN, "llama_4_scaling_beta": 0.1}, "got llama_4_scaling_beta 0.1"),
+        ({**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2}, "longrope does not use, got short_mscale 1.1"),
+        ({"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "dynamic does not use, got alpha 1000.0"),
+        ({"type": "linear", "rope_type": "default", "factor": 4.0}, "default does not use, got factor 4.0"),
+        ({"rope_type": "linear", "factor": 4.0, "beta_fast": 8}, "linear does not use, got beta_fast 8"),
+        ({**LLAMA3, "attention_factor": 0.5}, "llama3 does not use, got attention_factor 0.5"),
+    ],
+)
+def test_options_that_a_kind_does_not_use_are_refused(options, words):
+    for spelling in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ValueError, match=f"config.json: {spelling} must have no option that rope_type .*{words}"):
+            rope.from_hf({spelling: options, "max_position_embeddings": 96})
 
 
 def test_the_old_spelling_by_layer_type_is_written_where_it_can_say_it():
@@ -384,5 +433,8 @@ def test_options_by_layer_type_are_refused_in_one_line():
     for sections in ([1, 2], [1.0, 2, 5], [0, 4, 4], 8):
         with pytest.raises(ValueError, match="mrope_section must be three whole numbers above 0, got"):
             rope.from_hf({"rope_parameters": {"mrope_section": sections}}, Rope(sections=(2, 3, 3)))
+    with pytest.raises(ValueError, match="rope_type of a model that reads images must not be dynamic: not implemented"):
+        options = {"rope_type": "dynamic", "factor": 2.0}
+        rope.from_hf({"rope_parameters": options, "max_position_embeddings": 96}, Rope(sections=(2, 3, 3)))
     with pytest.raises(ValueError, match=r"mrope_section must add up to 8, got \[1, 2, 4\]"):
         rope.axis_tables(jnp.zeros((3, 1, 2), jnp.int32), Rope(sections=(1, 2, 4)), 16)

@@ -90,7 +90,7 @@ CASES: dict[str, dict] = {
     ),
     "phi3": dict(
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-3, sliding_window=7,
-        max_position_embeddings=64, original_max_position_embeddings=64, eos_token_id=[5, 7],
+        max_position_embeddings=64, original_max_position_embeddings=11, eos_token_id=[5, 7],  # LENGTHS has longer ones
         rope_parameters={
             "rope_type": "longrope", "rope_theta": 321.0, "partial_rotary_factor": 0.5, "factor": 4.0,
             "short_factor": [1.0, 1.5, 1.2], "long_factor": [2.0, 3.0, 4.0],
@@ -350,7 +350,7 @@ def perturbed(model):
 
 def reference(name, kind="ForCausalLM", **more):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name.split()[0], **TINY | CASES[name], **more)
+    config = transformers.AutoConfig.for_model(name.split()[0], **TINY | CASES[name] | more)
     return perturbed(getattr(transformers, f"AutoModel{kind}").from_config(config))
 
 
@@ -523,6 +523,20 @@ def test_packed_rows(case):
         wanted = np.concatenate([theirs(case.model, tokens()[:, slice(*each)]).numpy() for each in bounds], 1)
     assert_close(got_BTV, wanted)
     assert np.abs(wanted - case.logits_BTV).max() > 0.1  # packing does matter
+
+
+def test_dynamic_rope_of_packed_sequences():
+    """transformers remembers the longest sequence it has seen, so each gets a new rotary embedding."""
+    scaling = {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0}
+    model = reference("llama tied", rope_parameters=scaling, max_position_embeddings=8, num_hidden_layers=1)
+    config, params = torch_dicts.from_state_dict(models.config_from_hf(model.config.to_dict()), model.state_dict())
+    segment_BT = np.tile(np.repeat(np.arange(1, len(LENGTHS) + 1, dtype=np.int32), LENGTHS), (2, 1))
+    wanted = []
+    for start, end in itertools.pairwise(itertools.accumulate(LENGTHS, initial=0)):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        with torch.no_grad():
+            wanted.append(theirs(model, tokens()[:, start:end]).numpy())
+    assert_close(np.asarray(forward(params, tokens(), segment_BT, config)), np.concatenate(wanted, 1))
 
 
 def files(path):
@@ -916,7 +930,7 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("deepseek_v3", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be a whole number of 0 to"),
         ("llama4_text", {"mtp_num_hidden_layers": "x"}, "mtp_num_hidden_layers must be a whole number of 0 to 10,000"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
-         "mscale_all_dim needs rope_type yarn, got linear"),
+         ".* that rope_type linear does not use, got mscale_all_dim 1.0"),
         ("deepseek_v3", {"head_dim": 8}, "head_dim must be 6, got 8"),
         ("deepseek_v3", {"moe_intermediate_size": None}, "deepseek_v3 needs moe_intermediate_size, got None"),
         ("deepseek_v2", {"topk_method": "best"}, "topk_method must be greedy or group_limited_greedy, got 'best'"),

@@ -20,7 +20,8 @@ from areax.models import frozen, lora
 from areax.parallel import batches, mesh, rules
 
 RUN = models.Run(remat="dots")
-KINDS = "qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"  # windows, sinks and experts; states; latent attention
+# Windows, sinks and experts; states; latent attention; long rope, with samples on both sides of the length.
+KINDS = "qwen3", "gpt_oss", "qwen3_next", "deepseek_v3", "phi3"
 OTHERS = [name for name in tiny_families.FAMILIES if name not in KINDS]
 
 
@@ -119,6 +120,26 @@ def test_recurrent_layers_need_nodes_at_their_chunks():
     batch = jax.tree.map(itemgetter(0), packing.pack_tries(forks.samples(), 96, rows=2))
     with pytest.raises(ValueError, match=r"multiples of 32, got 1; pack them with align=models.trie_alignment"):
         jax.eval_shape(partial(models.score, config=config), params, batch)
+
+
+def test_tries_of_samples_whose_rope_differs_are_refused():
+    """By the number of places: no sample is longer."""
+    config, params = model("phi3")
+    score = partial(models.score, config=config)
+    pack = lambda length, **options: packing.pack_tries(data, length, rows=4, **options)
+    one = lambda batch: jax.tree.map(itemgetter(0), batch)
+    data = forks.samples()
+    with pytest.raises(ValueError, match=r"samples of more than 20 tokens share nothing .*apart=models.trie_lengths"):
+        jax.eval_shape(score, params, one(pack(96, apart=(19,))))
+    jax.eval_shape(score, params, one(pack(96, apart=(19, 20))))
+    config, params = model.__wrapped__(
+        "qwen3", rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64
+    )
+    with pytest.raises(
+        ValueError, match="dynamic rope needs rows of tries of at most 64 tokens.*, got 96; pack longer"
+    ):
+        jax.eval_shape(partial(models.score, config=config), params, one(pack(96)))
+    jax.eval_shape(partial(models.score, config=config), params, one(pack(64)))
 
 
 @pytest.mark.slow
@@ -290,6 +311,7 @@ MESHES = {
     "qwen3_next cp2 tp2 ep2": ("qwen3_next", mesh.Layout(cp=2, tp=2, ep=2), ULYSSES),
     "nemotron_h fsdp2 cp2 tp2": ("nemotron_h", mesh.Layout(fsdp=2, cp=2, tp=2), GATHER),
     "deepseek_v3 cp2 tp2 ep2": ("deepseek_v3", mesh.Layout(cp=2, tp=2, ep=2), GATHER),
+    "phi3 dp2 cp4": ("phi3", mesh.Layout(dp=2, cp=4), GATHER),
     "gemma4_text fsdp2 cp2 tp2": ("gemma4_text", mesh.Layout(fsdp=2, cp=2, tp=2), GATHER),
 }
 OFTEN_ON = "qwen3 dp2 cp2 tp2", "qwen3 fsdp2 cp4", "gpt_oss fsdp2 ep2 cp2", "qwen3_next cp2 tp2 ep2"
@@ -308,7 +330,7 @@ def test_tries_on_a_mesh_are_rows_on_one_device(name):
     length = 96 if align == 1 else 256
     score, objective = partial(models.score, config=config, run=run), losses.SFT()
     wanted = loss_and_gradient(objective, score, params, packing.pack(data, length, rows=4))
-    tries = packing.pack_tries(data, length, rows=4, align=align)
+    tries = packing.pack_tries(data, length, rows=4, align=align, apart=models.trie_lengths(config))
     assert tries.trie is not None
     on = mesh.make(layout)
     with jax.set_mesh(on):

@@ -154,7 +154,7 @@ OFTEN = {
     "ministral3": ["dp2 cp2 tp2 ring"],
     "smollm3": ["cp8 ulysses"],
     "granite": ["dp2 cp2 tp2 ring"],
-    "phi3": ["fsdp2 tp4"],  # several weights in one tensor
+    "phi3": ["fsdp2 tp4", "dp2 cp2 tp2 ring"],  # several weights in one tensor; rope by a sequence's length
     "glm4": ["fsdp2 tp4"],
 }  # fmt: skip
 # Of every family, under `wide`: each axis of a mesh.

@@ -134,8 +134,10 @@ def abstract_batch(spec: Step) -> Batch:
     batch = jax.tree_util.tree_map_with_path(shape, packed)
     if spec.flattened:
         place_BT, place_BA = (jax.ShapeDtypeStruct((*row, size), jnp.int32) for size in (spec.length, spec.flattened))
-        align = math.lcm(*(models.trie_alignment(each) for each in (spec.config, spec.teacher) if each))
-        batch = batch.replace(trie=Trie(place_BT, place_BT, place_BT, place_BA, align))
+        seeing = [each for each in (spec.config, spec.teacher) if each]
+        align = math.lcm(*map(models.trie_alignment, seeing))
+        apart = tuple(sorted({length for each in seeing for length in models.trie_lengths(each)}))
+        batch = batch.replace(trie=Trie(place_BT, place_BT, place_BT, place_BA, align, apart))
     score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     inner = spec.objective.objective if isinstance(spec.objective, Taught) else spec.objective
     if getattr(inner, "needs_reference", False):

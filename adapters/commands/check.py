@@ -139,7 +139,8 @@ def _loss(params, token_BT, config):
 def _scores(params, token_BT, config):
     sizes = token_BT.shape
     index_BT = jnp.broadcast_to(jnp.arange(sizes[1]), sizes)
-    hidden_BTD, _ = models.backbone(params, token_BT, index_BT, jnp.ones(sizes, jnp.int32), index_BT, config=config)
+    rows = token_BT, index_BT, jnp.ones(sizes, jnp.int32), index_BT
+    hidden_BTD, _ = models.backbone(params, *rows, config=config, length_BT=jnp.full(sizes, sizes[1]))
     return score_head.apply(params, hidden_BTD)
 
 

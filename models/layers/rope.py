@@ -28,7 +28,18 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # and those that it may have
     "longrope": ("attention_factor",),
     "proportional": ("factor",),
 }
+LISTS = {"longrope": ("short_factor", "long_factor")}  # a number for each frequency
 SCALED = "llama3", "yarn", "longrope"  # kinds that know the context before scaling
+BY_LENGTH = "longrope", "dynamic"  # kinds whose frequencies depend on the length of the sequence
+UNUSED: dict[str, Any] = {  # options of other programs -> the value with which they change nothing; None = any
+    "factor": 1.0,
+    "attn_factor": 1.0,  # vLLM multiplies it into the magnitude, transformers ignores it
+    "extrapolation_factor": 1.0,
+    "finetuned": None,
+    "mrope_section": None,  # of text, whose positions are the same on all axes
+    "mrope_interleaved": None,
+}
+INSTEAD = {"attn_factor": "state attention_factor, the whole factor of cos and sin, instead"}
 ORIGINAL, PARTIAL, LONGEST = "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings"
 SLIDING = "sliding_attention"  # a layer type
 
@@ -42,10 +53,11 @@ class Rope:
       kind: how frequencies are scaled.
         default: not at all
         linear: all divided by `factor`
-        dynamic: not at all; scaling begins beyond max_position_embeddings, the longest sequence that areax takes
+        dynamic: not at all up to `original_context`, max_position_embeddings here; above it theta grows with the length
         llama3: long wavelengths divided by `factor`, short ones kept, those between interpolated
         yarn: the same over a ramp of indices (arXiv:2309.00071)
-        longrope: each divided by its own factor, of `long_factor` or `short_factor` (arXiv:2402.13753)
+        longrope: each divided by its own factor, of `short_factor` in sequences of up to `original_context` tokens, of
+          `long_factor` in longer ones (arXiv:2402.13753)
         proportional: a whole head turns, frequencies beyond the part `partial` are 0 (Gemma 4)
       low_freq_factor, high_freq_factor: turns within original_context between which llama3 interpolates.
       original_context: positions before scaling, in tokens.
@@ -56,9 +68,6 @@ class Rope:
       mscale, mscale_all_dim: options of yarn's magnitude; 0 = not given. DeepSeek multiplies the softmax scale by
         `yarn_scale(factor, mscale_all_dim) ** 2`.
       truncate: yarn's ramp begins and ends at whole indices.
-      long: longrope takes `long_factor`: the model's max_position_embeddings is above original_context. So it depends
-        on config.json alone; transformers decides by the longest sequence of each batch. With max_position_embeddings
-        lowered to original_context, state `factor` as well, or the magnitude becomes 1.
       sections: frequencies that turn with time, height and width (M-RoPE); `interleaved`: one each in turn, else in
         blocks. For `axis_tables`; text needs neither.
     """
@@ -79,9 +88,16 @@ class Rope:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    long: bool = False
     sections: tuple[int, ...] = ()
     interleaved: bool = False
+
+    @property
+    def switch(self) -> int | None:
+        """Tokens up to which all sequences turn alike, and above which the length decides; None = it never does.
+
+        A sequence's length decides for all of its tokens. transformers goes by the longest sequence of a batch.
+        """
+        return self.original_context if self.kind in BY_LENGTH else None
 
     @property
     def magnitude(self) -> float:
@@ -102,8 +118,11 @@ def yarn_scale(factor: float, k: float = 1.0) -> float:
     return 0.1 * k * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+def frequencies(rope: Rope, head_dim: int, long: bool = False) -> np.ndarray:
     """Angular frequencies in radians per position, f64[P]; the first 2P entries of a head turn.
+
+    Args:
+      long: those of longrope in sequences longer than `Rope.switch`.
 
     Raises:
       ValueError: longrope's factors do not fit the head; names both sizes.
@@ -123,13 +142,13 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         keep = 1 - _yarn_ramp(rope, turned, len(freq))
         return freq * (keep + (1 - keep) / rope.factor)
     if rope.kind == "longrope":
-        for name in ("short_factor", "long_factor"):
+        for name in LISTS["longrope"]:
             if len(getattr(rope, name)) != len(freq):
                 raise ValueError(
                     f"config.json: {name} must be {len(freq)} numbers, half of the {turned} entries of a head that "
                     f"turn, got {len(getattr(rope, name))}"
                 )
-        return freq / np.array(rope.long_factor if rope.long else rope.short_factor)
+        return freq / np.array(rope.long_factor if long else rope.short_factor)
     if rope.kind == "proportional":
         return np.where(np.arange(len(freq)) < int(part * head_dim // 2), freq / rope.factor, 0)
     return freq
@@ -149,10 +168,32 @@ def _yarn_ramp(rope: Rope, turned: int, count: int) -> np.ndarray:
 
 
 @shaped
-def tables(position_BT, rope: Rope, head_dim: int):
-    """(cos, sin) of the rotation angles times the magnitude, each f32[B, T, P]; see `frequencies`."""
-    freq = jnp.asarray(frequencies(rope, head_dim), jnp.float32)
-    return _tables(position_BT[..., None].astype(jnp.float32) * freq[None, None], rope)
+def tables(position_BT, rope: Rope, head_dim: int, length_BT=None):
+    """(cos, sin) of the rotation angles times the magnitude, each f32[B, T, P]; see `frequencies`.
+
+    Args:
+      length_BT: of each token's sequence; not read if rope has no `switch`.
+
+    Raises:
+      ValueError: rope has one, and lengths are missing.
+    """
+    freq = jnp.asarray(frequencies(rope, head_dim), jnp.float32)[None, None]
+    if rope.switch is not None:
+        if length_BT is None:
+            raise ValueError(f"rope_type {rope.kind} needs the length of each token's sequence, got none")
+        freq = _by_length(freq, rope, head_dim, length_BT[..., None])
+    return _tables(position_BT[..., None].astype(jnp.float32) * freq, rope)
+
+
+def _by_length(freq_11P, rope: Rope, head_dim: int, length_BT1):
+    """The frequencies of sequences of these lengths, f32[B, T, P], given those up to the switch."""
+    if rope.kind == "longrope":
+        long_11P = jnp.asarray(frequencies(rope, head_dim, long=True), jnp.float32)[None, None]
+        return jnp.where(length_BT1 > rope.switch, long_11P, freq_11P)
+    # Theta times growth ** (d / (d - 2)), d entries of a head turning: frequency i is theta ** (-2i / d).
+    longer_BT1 = jnp.maximum(length_BT1 / rope.original_context, 1).astype(jnp.float32)
+    P = freq_11P.shape[-1]
+    return freq_11P * (rope.factor * longer_BT1 - (rope.factor - 1)) ** (-jnp.arange(P) / max(P - 1, 1))[None, None]
 
 
 @shaped
@@ -200,22 +241,24 @@ def rotate(x_BTNH, cos_BTP, sin_BTP, pairs: bool = False):
     return out if rest is None else jnp.concatenate([out, rest], -1)
 
 
-def from_hf(hf: dict, default: Rope = Rope()) -> Rope:
+def from_hf(hf: dict, default: Rope = Rope(), others: tuple[str, ...] = ()) -> Rope:
     """Reads a config.json, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
 
     `default` is what the family does where config.json is silent; it also states `pairs`, whether heads may turn in
-    part (`partial` a number) and whether positions have axes (`sections`), which no option says.
+    part (`partial` a number) and whether positions have axes (`sections`), which no option says. `others` are options
+    in the same place that the family reads itself.
 
     Raises:
       ValueError: a kind of scaling that is not implemented, parameters by layer type, an option that is missing or no
-        number above 0, or spellings that disagree; names it.
+        number above 0, one that the kind does not use, or spellings that disagree; names it.
     """
     for name in ("rope_parameters", "rope_scaling") if default.kind != "default" else ():
         if hf.get(name) == {}:  # which is not null to transformers: it has no default then
             raise ValueError(f"config.json: {name} must have options, or be null, got {{}}")
     # A part that belongs to the family's kind is not that of options which state a kind themselves.
     stated = replace(default, partial=None) if default.kind == "proportional" else default
-    given = {name: _read(hf, name, hf[name], stated) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    spellings = [name for name in ("rope_parameters", "rope_scaling") if hf.get(name)]
+    given = {name: _read(hf, name, hf[name], stated, others) for name in spellings}
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise ValueError(
             f"config.json: rope_scaling and rope_parameters must agree, got {hf['rope_scaling']} (with rope_theta "
@@ -266,7 +309,7 @@ def by_layer_type(hf: dict, defaults: Mapping[str, Rope], local: str | None = No
     return ropes
 
 
-def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
+def _read(hf: dict, name: str, scaling: Any, default: Rope, others: tuple[str, ...] = ()) -> Rope:
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ValueError(
             f"config.json: {name} must be one set of options for all layers, got {scaling!r:.200}, which is not "
@@ -278,9 +321,9 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
     if kind == "mrope" and default.sections:  # an older name, in Qwen2-VL
         kind = "default"
     if kind not in list(NEEDED):
-        *others, last = NEEDED
+        *kinds, last = NEEDED
         raise ValueError(
-            f"config.json: rope_type must be {', '.join(others)} or {last}, got {kind!r}, which is not implemented"
+            f"config.json: rope_type must be {', '.join(kinds)} or {last}, got {kind!r}, which is not implemented"
         )
     partial = scaling.get(PARTIAL, hf.get(PARTIAL, default.partial))
     if default.partial is None and kind != "proportional":
@@ -296,6 +339,8 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
         isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n > 0 for n in sections)
     ):
         raise ValueError(f"config.json: mrope_section must be three whole numbers above 0, got {sections!r:.80}")
+
+    _refuse_unused(name, kind, scaling, others)
 
     # As in transformers, the model's original context comes first.
     scaling = {**scaling, **{name: hf[name] for name in (ORIGINAL, LONGEST) if name in hf}}
@@ -327,8 +372,11 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
         if scaling.get(option) is not None and not ("mscale" in option and scaling[option] == 0):
             fields[option] = number(option)
     if kind == "longrope":
-        fields |= {option: numbers(option) for option in ("short_factor", "long_factor")}
-        fields["long"] = number(LONGEST) > fields["original_context"]
+        fields |= {option: numbers(option) for option in LISTS[kind]}
+    if kind == "dynamic":
+        fields["original_context"] = math.ceil(number(LONGEST))
+    if kind in BY_LENGTH and sections:
+        raise ValueError(f"config.json: rope_type of a model that reads images must not be {kind}: not implemented")
     if kind == "yarn" and type(fields.setdefault("truncate", scaling.get("truncate", True))) is not bool:
         raise ValueError(f"config.json: truncate must be true or false, got {scaling['truncate']!r:.80}")
     rope = Rope(
@@ -343,8 +391,20 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
     return rope
 
 
+def _refuse_unused(name: str, kind: str, scaling: dict, others: tuple[str, ...]) -> None:
+    """Raises ValueError for an option that would change something and is not used."""
+    used = {"rope_type", "type", "rope_theta", PARTIAL, ORIGINAL, LONGEST, *others}
+    used |= {*NEEDED[kind], *OPTIONAL.get(kind, ()), *LISTS.get(kind, ()), *(["truncate"] if kind == "yarn" else [])}
+    for option, value in scaling.items():
+        if option not in used and value is not None and UNUSED.get(option, math.nan) not in (None, value):
+            raise ValueError(
+                f"config.json: {name} must have no option that rope_type {kind} does not use, got {option} "
+                f"{value!r:.80}; {INSTEAD.get(option, 'remove it')}"
+            )
+
+
 def to_hf(rope: Rope, hf: Mapping[str, Any] | None = None) -> dict:
-    """The rope options of a config.json, in both spellings; options of `hf` in the same places that rope does not know,
+    """The rope options of a config.json, in both spellings; options of `hf` in the same places that rope does not use,
     like Ministral 3's llama_4_scaling_beta, are kept."""
     options = _options(rope)
     kept = _kept((hf or {}).get("rope_parameters") or (hf or {}).get("rope_scaling"), options)

@@ -24,6 +24,7 @@ from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.adapters.tracking import progress
 from areax.core import metrics, param
 from areax.core.balance import Balance
+from areax.models.layer import rope_switches
 from areax.models.vision import Tower
 from areax.parallel import mesh, rules
 from areax.parallel.multihost import agreement
@@ -185,6 +186,16 @@ def check_microbatch(model: str, rows: int | str, length: int) -> None:
     there = memory.of_devices(jax.local_devices()) * jax.process_count()
     least = 1 if rows == "auto" else int(rows)
     memory.check(f"--rows {rows} of --length {length}", least * length * (TOKEN + 2 * config.embed), there)
+
+
+def note_rope(settings, length: int) -> None:
+    """Says, in one line, if a completion within `length` tokens may cross a length at which rope changes."""
+    crossed = [switch for switch in rope_switches(settings.records) if switch < length]
+    if crossed:
+        progress.say(
+            f"rope of sequences longer than {crossed[0]:,} tokens differs: training scores such a completion as long "
+            f"throughout, its first tokens were sampled as of a short one; --length {crossed[0]} avoids it"
+        )
 
 
 def check_balance(model: str, balance: Balance) -> None:

@@ -28,6 +28,7 @@ def packer(config: Any, *settings: Any) -> Callable:
     if config.trie == "off" or any(each.vision for each in settings):
         return packing.pack
     align = math.lcm(*map(models.trie_alignment, settings))
+    apart = sorted({length for each in settings for length in models.trie_lengths(each)})
     if reason := refusal(config, settings, align):
         if jax.process_index() == 0:
             progress.say(f"--trie auto has no effect: {reason}")
@@ -35,7 +36,7 @@ def packer(config: Any, *settings: Any) -> Callable:
     devices = math.prod(getattr(config.mesh, axis) for axis in BATCH)
 
     def pack(*args, **options):
-        batch = packing.pack_tries(*args, align=align, **options)
+        batch = packing.pack_tries(*args, align=align, apart=apart, **options)
         return batch if batch.trie is None else packing.without_empty_rows(batch, devices)
 
     return pack

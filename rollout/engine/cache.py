@@ -62,9 +62,7 @@ class Cache:
     def fits(self, live: Live, running: int) -> bool:
         """Whether there is memory for a request's prompt, the next page of it and of `running` others."""
         position = live.saved.position if live.saved else live.length
-        longest = lambda: self.prefixes.longest(
-            None, live.adapter_number, live.prefix, 0, routed=live.routed, seen=live.seen
-        )
+        longest = lambda: self.prefixes.longest(None, live.variant, live.prefix, 0, routed=live.routed, seen=live.seen)
         there = 0 if live.scored else len(longest())
         for kind in self.paged:
             wanted = position // self.C + 1 - max(self.kinds[kind].first(position), there) + running

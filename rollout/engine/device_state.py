@@ -223,7 +223,7 @@ class DeviceState:
             del self._features[name]
 
     def prefill(
-        self, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool,
+        self, token_RT, next_R, start_R, length_R, total_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool,
         views: images.Views | None = None,
     ) -> np.ndarray | None:  # fmt: skip
         """Computes chunks of prompts, as `prefill.prefill`.
@@ -235,8 +235,8 @@ class DeviceState:
         """
         seen = views and images.seen(views, self._features, self._config.vision, self.weights["embed"].dtype)
         self.held, hidden_RTD, routed_RTLK = prompts.prefill(
-            self._with_adapters(), self.held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, seen,
-            config=self._config, of_layer=self.of_layer,
+            self._with_adapters(), self.held, token_RT, next_R, start_R, length_R, total_R, adapter_R, slot_R,
+            table_KRX, seen, config=self._config, of_layer=self.of_layer,
         )  # fmt: skip
         self._hidden_RTD = hidden_RTD if scored else None
         if self.several:  # many programs with collectives that nobody waits for may stop for good, on the CPU

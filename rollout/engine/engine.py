@@ -466,7 +466,9 @@ class Engine:
                 adapter.users += 1
             number = next(self._arrivals)
             self._names.add(request.rid)
-            self._queue.append(Live(request, tell, seed, stops, text, progress, number, adapter, matcher, images))
+            switches = self._slots.switches
+            live = Live(request, tell, seed, stops, text, progress, number, adapter, matcher, images, switches)
+            self._queue.append(live)
         self._counts["requests"] += len(checked)
         self._wake.notify()
 

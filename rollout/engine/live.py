@@ -34,6 +34,7 @@ class Live:
       number: of its arrival; when memory is short, the latest gives way.
       matcher: follows its text, if that must obey a grammar.
       images: those of its prompt; None = text alone.
+      switches: lengths above which the model's rotary embeddings are others (`models.layer.rope_switches`).
       done: the number of its tokens that have been computed as a prompt, while it has a slot.
       pages: the pages of its slot by kind and number; 0 = not needed any more.
       last: the last chunk of its prompt among the cached prefixes; None = before the first one.
@@ -50,6 +51,7 @@ class Live:
     adapter: Loaded | None = None
     matcher: Matcher | None = None
     images: Placement | None = None
+    switches: tuple[int, ...] = ()
     slot: int | None = None
     done: int = 0
     pages: list[list[int]] = field(default_factory=list)
@@ -64,14 +66,28 @@ class Live:
         return self.slot
 
     @property
-    def adapter_number(self) -> int:
-        """Of its adapter among all that were ever loaded; 0 = none."""
-        return self.adapter.number if self.adapter else 0
+    def total(self) -> int:
+        """The number of its tokens, those of the answer so far included."""
+        return len(self.request.prompt) + len(self.progress.tokens)
+
+    @property
+    def variant(self) -> int:
+        """Identifies what the keys and values of its tokens depend on beside tokens and images: its adapter, and which
+        of `switches` it is longer than."""
+        adapter = self.adapter.number if self.adapter else 0
+        return adapter * (len(self.switches) + 1) + sum(self.total > switch for switch in self.switches)
+
+    @property
+    def end(self) -> int:
+        """Its length when decoding must stop: by its request, or as it gets longer than the next of `switches` and so
+        has to be computed again."""
+        most = len(self.request.prompt) + self.request.sampling.max_new_tokens
+        return min([most, *(switch + 1 for switch in self.switches if switch >= self.total)])
 
     @property
     def length(self) -> int:
         """The number of tokens in `prefix`."""
-        return self.saved.whole if self.saved else len(self.request.prompt) + len(self.progress.tokens) - 1
+        return self.saved.whole if self.saved else self.total - 1
 
     @property
     def prefix(self) -> tuple[int, ...]:

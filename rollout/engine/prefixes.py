@@ -22,7 +22,7 @@ class Prefix:
     """The last chunk of a cached prefix.
 
     Attributes:
-      key: hash of all tokens up to its end, of their images, and of the adapter.
+      key: hash of all tokens up to its end, of their images, and of `Live.variant`.
       before: the prefix without this chunk; None = it is the first one.
       end: the number of tokens up to its end.
       pages: a page of each kind; 0 = not kept.
@@ -40,10 +40,10 @@ class Prefix:
     routed: np.ndarray | None = None
 
 
-def key(before: Prefix | None, adapter: int, tokens: Sequence[int], seen: bytes = b"") -> bytes:
-    """The key of a prefix that continues `before` with a chunk; `adapter` is a number of its own for each one, `seen`
-    identifies the features of images in the chunk."""
-    start = before.key if before else adapter.to_bytes(8, "little")
+def key(before: Prefix | None, variant: int, tokens: Sequence[int], seen: bytes = b"") -> bytes:
+    """The key of a prefix that continues `before` with a chunk; `variant` is that of `Live`, `seen` identifies the
+    features of images in the chunk."""
+    start = before.key if before else variant.to_bytes(8, "little")
     return hashlib.blake2b(start + np.asarray(tokens, np.int32).tobytes() + seen, digest_size=16).digest()
 
 
@@ -77,7 +77,7 @@ class Prefixes:
         return self._known.get(key)
 
     def longest(
-        self, before: Prefix | None, adapter: int, tokens: Sequence[int], held: int, *, routed: bool,
+        self, before: Prefix | None, variant: int, tokens: Sequence[int], held: int, *, routed: bool,
         seen: Callable[[int, int], bytes] = no_images,
     ) -> list[Prefix]:  # fmt: skip
         """The chunks of the longest cached prefix of `tokens` behind `before`, with all pages that its last token's
@@ -92,7 +92,7 @@ class Prefixes:
         usable, last = 0, before
         for start in range(held, len(tokens), self._size):
             chunk = tokens[start : start + self._size]
-            now = self._known.get(key(last, adapter, chunk, seen(start, start + len(chunk))))
+            now = self._known.get(key(last, variant, chunk, seen(start, start + len(chunk))))
             if now is None or (routed and now.routed is None):
                 break
             found.append(now)

@@ -72,7 +72,7 @@ class Prompts:
         self._restored: list[tuple[int, int]] = []  # states (row, slot)
 
     def enter(self, live: Live) -> None:
-        """Adds a request that has just got a slot."""
+        """Adds a request that has just got a slot, or whose tokens are to be computed again in its slot."""
         live.pages = [[] for _ in self._cache.kinds]
         live.done, live.last = 0, None
         progress, request = live.progress, live.request
@@ -160,14 +160,14 @@ class Prompts:
 
     def _match(self, live: Live, tokens: Sequence[int]) -> bool:
         """Takes what is cached of a prompt; True if the rest has to wait for copies."""
-        cache, adapter = self._cache, live.adapter_number
+        cache, variant = self._cache, live.variant
         if live.routed:
             chunk = tokens[live.done : live.done + cache.C]
             seen = live.seen(live.done, live.done + len(chunk))
-            next_one = cache.prefixes.get(hashing.key(live.last, adapter, chunk, seen))
+            next_one = cache.prefixes.get(hashing.key(live.last, variant, chunk, seen))
             if next_one and next_one.routed is None and self._chunks:
                 self.flush()  # then its experts are known
-        found = cache.prefixes.longest(live.last, adapter, tokens, live.done, routed=live.routed, seen=live.seen)
+        found = cache.prefixes.longest(live.last, variant, tokens, live.done, routed=live.routed, seen=live.seen)
         if not found:
             return False
         end, last = found[-1].end, found[-1]
@@ -205,7 +205,7 @@ class Prompts:
         for other in self.entering[: self.entering.index(live)]:
             theirs = other.prefix
             end = len(theirs) // self._cache.C * self._cache.C
-            behind = max(live.done, other.done) < end and other.adapter is live.adapter
+            behind = max(live.done, other.done) < end and other.variant == live.variant
             if behind and tokens[:end] == theirs[:end] and live.seen(0, end) == other.seen(0, end):
                 return True
         return False
@@ -237,7 +237,7 @@ class Prompts:
     def _add(self, live: Live, start: int, tokens: Sequence[int]) -> None:
         """Schedules the chunk from `start` to what is done."""
         cache, chunk = self._cache, tokens[start : live.done]
-        key = hashing.key(live.last, live.adapter_number, chunk, live.seen(start, live.done))
+        key = hashing.key(live.last, live.variant, chunk, live.seen(start, live.done))
         prefix, at = cache.prefixes.get(key), start // cache.C
         if prefix is None:
             prefix = cache.prefixes.add(key, live.last, live.done, [own[at] if own else 0 for own in live.pages])
@@ -292,17 +292,18 @@ class Prompts:
     def _compute(self, chunks: Sequence[Chunk], R: int, T: int, seeing: bool) -> None:
         cache = self._cache
         token_RT = np.zeros((R, T), np.int32)
-        next_R, start_R, length_R, adapter_R = np.zeros((4, R), np.int32)
+        next_R, start_R, length_R, adapter_R, total_R = np.zeros((5, R), np.int32)
         slot_R = np.full(R, cache.slots, np.int32)
         table_KRX = np.zeros((len(cache.kinds), R, cache.table_KSX.shape[2]), np.int32)
         for i, chunk in enumerate(chunks):
             length_R[i], start_R[i], slot_R[i] = chunk.end - chunk.start, chunk.start, chunk.live.seat
             token_RT[i, : length_R[i]], next_R[i] = chunk.tokens, chunk.live.token(chunk.end)
             adapter_R[i] = chunk.live.adapter.index if chunk.live.adapter else 0
+            total_R[i] = chunk.live.total
             table_KRX[:, i] = cache.table_KSX[:, chunk.live.seat]
         scored, routed = (any(getattr(chunk.live, name) for chunk in chunks) for name in ("scored", "routed"))
         routed_RTLK = self._device.run(
-            "prefill", token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, scored, routed,
+            "prefill", token_RT, next_R, start_R, length_R, total_R, adapter_R, slot_R, table_KRX, scored, routed,
             self._views(chunks, R, T) if seeing else None,
         )  # fmt: skip
         self.counts["prefills"] += 1

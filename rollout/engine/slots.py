@@ -17,6 +17,7 @@ import numpy as np
 from ... import models
 from ...core import param
 from ...models import mtp, paging, vision
+from ...models.layer import rope_switches
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
@@ -58,6 +59,22 @@ def mesh_of(split: EngineMesh = ONE_DEVICE, devices: Sequence[jax.Device] = ()) 
     return mesh.generating(split.ep, split.tp, devices)
 
 
+def _switches(config, context: int) -> tuple[int, ...]:
+    """The lengths within the context at which rotary embeddings change once.
+
+    Raises:
+      ValueError: beyond one of them they depend on each length.
+    """
+    found = set(rope_switches(config.records))
+    if dynamic := found - set(models.trie_lengths(config)):
+        if context > min(dynamic):
+            raise ValueError(
+                f"Engine: context must be at most {min(dynamic)} tokens with dynamic rope, max_position_embeddings, as "
+                f"every longer length turns all keys otherwise, got {context}"
+            )
+    return tuple(sorted(length for length in found - dynamic if length < context))
+
+
 class Slots:
     """What `count` sequences of at most `context` tokens have, and where they are.
 
@@ -68,6 +85,7 @@ class Slots:
       preempted: requests that had to give up their memory since the list was last emptied, the earliest first.
       device: what is on the devices.
       cache: their memory.
+      switches: lengths above which sequences are computed otherwise (`models.layer.rope_switches`).
       predicts: drafts are made by the model's layer for multi-token prediction, `params["mtp"]`.
       counts: totals: prefills, prefilled_tokens, dispatches, preemptions, drafted, accepted.
     """
@@ -80,6 +98,7 @@ class Slots:
         count, context = options.slots, options.context
         self.count, self.context, self.steps, self.width = count, context, options.steps, options.draft
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
+        self.switches = _switches(config, context)
         self.seated: dict[int, Live] = {}
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
@@ -179,8 +198,16 @@ class Slots:
         live.slot = None
 
     def compute_prompts(self, budget: int) -> list[Live]:
-        """Computes about `budget` tokens of prompts; returns requests that need no more than their prompts."""
+        """Computes about `budget` tokens of prompts; returns requests that need no more than their prompts.
+
+        Running requests that have got longer than one of their `switches` become prompts again.
+        """
         ended = []
+        for live in [live for live in self.running.values() if live.total == self._state[live.seat, COLUMNS["end"]]]:
+            self.running.pop(live.seat)
+            self._state[live.seat] = 0
+            self.cache.give(live)
+            self._prompts.enter(live)
         for live in self._prompts.advance(budget):
             if not live.request.sampling.max_new_tokens:
                 self.leave(live)
@@ -264,7 +291,7 @@ class Slots:
         values = {
             "token": (done or request.prompt)[-1],
             "position": prompt + len(done) - 1,
-            "end": prompt + sampling.max_new_tokens,
+            "end": live.end,
             "least": 0 if live.matcher else prompt + sampling.min_new_tokens,  # a matcher's mask takes care of it
             "active": 1,
             "top": request.top_logprobs,

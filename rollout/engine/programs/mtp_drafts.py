@@ -62,7 +62,8 @@ def draft(weights, held, hidden_SQD, new_SQ, count_S, position_S, active_S, tabl
         position_ST = turned_S[:, None] + jnp.arange(token_ST.shape[1])[None]
         own = [pages]
         attend = functools.partial(attention.append, own, 0, record, table_SX, start_S, active_S)
-        mixer = mixers((record,), position_ST)(record, attend)
+        length_ST = jnp.repeat(position_S[:, None] + 1, token_ST.shape[1], 1)  # as in the step
+        mixer = mixers((record,), position_ST, length_BT=length_ST)(record, attend)
         hidden_STD = mtp.forward(weights, weights["mtp"], hidden_STD, token_ST, mixer, config)
         return own[0], hidden_STD
 

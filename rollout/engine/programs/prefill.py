@@ -28,7 +28,8 @@ def rows(width: int, most: int | None) -> int:
 
 @functools.partial(jax.jit, static_argnames=("config", "of_layer"), donate_argnames=("held",))
 def prefill(
-    weights, held, token_RT, next_R, start_R, length_R, adapter_R, slot_R, table_KRX, seen=None, *, config, of_layer
+    weights, held, token_RT, next_R, start_R, length_R, total_R, adapter_R, slot_R, table_KRX, seen=None, *, config,
+    of_layer,
 ):  # fmt: skip
     """Computes R chunks of sequences, each with its adapter, and writes them to their pages. Chunks of one sequence may
     stand together, unless the model has recurrent layers.
@@ -40,6 +41,7 @@ def prefill(
     Args:
       held: the memory of all layers, see `pool`.
       next_R: the token after each chunk, which multi-token prediction reads (`mtp_drafts`).
+      total_R: the length of each chunk's whole sequence, on which rotary embeddings may depend.
       slot_R: where states are kept between chunks.
       table_KRX: for each kind of layers, the pages of each row's sequence.
       seen: `images.Seen`, if tokens stand for features of images; None = text alone.
@@ -52,7 +54,7 @@ def prefill(
     R, T = token_RT.shape
     position_RT = start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     active_R = length_R > 0
-    mixer = mixers(config.records, position_RT, seen and seen.position_3RT)
+    mixer = mixers(config.records, position_RT, seen and seen.position_3RT, jnp.repeat(total_R[:, None], T, 1))
     x = module.embed(weights, token_RT, config, weights["embed"].dtype)
     x = vision.replaced(x, seen.feature_NRTD[0], seen.feature_RT) if seen else x
     held = list(held)
