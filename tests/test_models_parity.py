@@ -525,6 +525,7 @@ def test_packed_rows(case):
     assert np.abs(wanted - case.logits_BTV).max() > 0.1  # packing does matter
 
 
+@pytest.mark.slow
 def test_dynamic_rope_of_packed_sequences():
     """transformers remembers the longest sequence it has seen, so each gets a new rotary embedding."""
     scaling = {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0}

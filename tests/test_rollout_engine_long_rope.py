@@ -79,6 +79,7 @@ def test_logprobs_are_those_of_a_pass_over_the_sequence_so_far(theirs):
             assert np.abs(done.logp[:crosses] - logp[:crosses]).max() > 0.05
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(theirs):
     """Whose `generate` computes the cache again where a sequence gets longer than the switch."""
     with Engine(CONFIG, PARAMS, slots=3, context=CONTEXT, page=16) as engine:
@@ -91,6 +92,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs):
             assert done.tokens == ids[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_training_scores_a_sequence_as_the_engine_does_beyond_the_switch():
     """In packed rows of short and long sequences."""
     rows = [
@@ -104,6 +106,7 @@ def test_training_scores_a_sequence_as_the_engine_does_beyond_the_switch():
         np.testing.assert_allclose(done.logp[first:], logp[len(prompt) :][first:], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_neighbours_drafts_and_little_memory_change_no_bit():
     alone = made(1)[0]
     with Engine(CONFIG, PARAMS, slots=3, context=CONTEXT, page=16) as engine:
@@ -126,6 +129,7 @@ def test_neighbours_drafts_and_little_memory_change_no_bit():
         assert all(of.free == of.count for of in engine._slots.cache.pages)
 
 
+@pytest.mark.slow
 def test_a_request_that_goes_on_from_its_tokens_so_far_gives_the_same():
     with Engine(CONFIG, PARAMS, slots=3, context=CONTEXT, page=16) as engine:
         whole = made(1)[0][1]
