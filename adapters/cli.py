@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
+from ..rollout.chat import formats
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
 from .command_line import parse
 from .command_line.options import UNPREFIXED
@@ -137,7 +138,7 @@ def serve(
     engine: Annotated[EngineOptions, UNPREFIXED] = DEFAULTS,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
-    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
+    style: formats.Name | None = None,
     reasoning: bool = True,
     bench: bool = False,
 ) -> int:
@@ -150,7 +151,7 @@ def serve(
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
-      style: the model's format for tool calls; default: that of its chat template.
+      style: the model's format of reasoning and tool calls, plain = none; default: that of its chat template.
       reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
       bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to the slots, and
         exit.

@@ -58,6 +58,12 @@ PIECES = [  # pieces of random texts: complete and broken markers, good and bad 
     "<｜", '{"name": "f", "arguments": {"x": [1, null]}}', '{"name": "f", "parameters": {}}', "f", "function",
     "\n```json\n{}\n```", '{"name": "f", "arguments": 3}', '{"name": "f", "arguments": {"x": NaN}}', '"\\ud800"',
 ]  # fmt: skip
+CHANNELS = [  # complete and broken headers, and ends of messages
+    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", "<|end|>", "<|return|>",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>", " to=functions.f", "<|message|>",
+    "<|channel|>commentary json<|message|>", "<|", "{}", '{"x": [1, null]}', "<|channel|>", "analysis", "to=5",
+]  # fmt: skip
+THINKING = [style for style in parsers.STYLES if not parsers.STYLES[style].channels]
 plain = st.text(st.characters(blacklist_characters="<｜{", blacklist_categories=["Cs"]), max_size=20).map(str.strip)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | plain,
@@ -89,15 +95,18 @@ def test_reasoning_content_and_calls_round_trip_in_every_style(style, render, co
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("style", parsers.STYLES)
+@pytest.mark.parametrize(
+    "style, soups", [(style, PIECES if style in THINKING else CHANNELS + PIECES[::3]) for style in parsers.STYLES]
+)
 @given(
-    soup=st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    data=st.data(),
     cuts=st.sets(st.integers(0, 300)),
     tools=st.booleans(),
     reasoning=st.booleans(),
     opened=st.booleans(),
 )
-def test_chunking_does_not_matter(style, soup, cuts, tools, reasoning, opened):
+def test_chunking_does_not_matter(style, soups, data, cuts, tools, reasoning, opened):
+    soup = data.draw(st.lists(st.sampled_from(soups), max_size=14).map("".join))
     options = {"tools": tools, "reasoning": reasoning, "opened": opened, "nonce": "n"}
     parser = Parser(style, **options)
     edges = sorted({0, len(soup), *(cut for cut in cuts if cut < len(soup))})
@@ -106,19 +115,22 @@ def test_chunking_does_not_matter(style, soup, cuts, tools, reasoning, opened):
     whole = Parser(style, **options)
     assert list(joined(pieces)) == list(joined(whole.push(soup) + whole.finish()))
     assert parsers.collect(pieces) == parse(soup, style, **options)
-    if not tools and not reasoning:
+    if not tools and not reasoning and style in THINKING:
         assert parsers.collect(pieces) == Answer(soup)
 
 
-@pytest.mark.parametrize("style", parsers.STYLES)
+@pytest.mark.parametrize("style", THINKING)
 def test_text_is_released_as_soon_as_its_kind_is_certain(style):
     parser = Parser(style)
     assert parser.push("<thi") == []
     assert parser.push("nk>hm") == [Text("reasoning", "hm")]
     assert parser.push(" m</thin") == [Text("reasoning", " m")]
     assert parser.push("k>\n\nHel") == [Text("content", "Hel")]
-    assert parser.push("lo <") == [Text("content", "lo")]  # whitespace and < may belong to a call
-    assert parser.push("b> ") == [Text("content", " <b>")]
+    if parsers.STYLES[style].open:
+        assert parser.push("lo <") == [Text("content", "lo")]  # whitespace and < may belong to a call
+        assert parser.push("b> ") == [Text("content", " <b>")]
+    else:
+        assert parser.push("lo <b> ") == [Text("content", "lo <b>")]
     assert parser.finish() == [Text("content", " ")]
 
 
@@ -171,7 +183,7 @@ def test_reasoning_is_not_parsed_for_tools():
 
 
 def test_a_style_must_be_known():
-    with pytest.raises(ValueError, match="style: must be one of qwen, qwen3_coder, hermes, llama, deepseek, got 'gpt'"):
+    with pytest.raises(ValueError, match="style: must be one of qwen, .*, gpt_oss, plain, got 'gpt'"):
         Parser("gpt")
 
 
@@ -230,23 +242,6 @@ def test_values_of_qwen3_coder_in_one_line():
         "<tool_call><function=f><parameter=count>3</parameter><parameter=sure>False</parameter></function></tool_call>"
     )
     assert names(parse(text, "qwen3_coder", tools=TYPED)) == [("f", {"count": 3, "sure": False})]
-
-
-@pytest.mark.parametrize(
-    "written, style",
-    [
-        ("<tool_call>\n<function=example>", "qwen3_coder"),
-        ("{% if enable_thinking %}<tool_call>", "qwen"),
-        ("{% if thinking %}<tool_call>", "hermes"),
-        ("<tool_call>{{ tools }}", "qwen"),
-        ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek"),
-        ("<|python_tag|>", "llama"),
-        ("""{{- '"parameters": ' }}""", "llama"),
-        ("{{ messages }}", ""),
-    ],
-)
-def test_the_style_of_a_chat_template(written, style):
-    assert parsers.style_of(written) == style
 
 
 # -- calls that are cut, and a single one -----------------------------------------------------------

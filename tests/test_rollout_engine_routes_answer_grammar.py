@@ -60,24 +60,26 @@ def grammar(document=None, names=(), forced=(), tokens=(), **more):
     return answer_grammar.of(held, tools(*names), forced, tokens=dict(tokens), **options)
 
 
-def spoken(held, seed, tokens=None, ends=0.3):
+def spoken(held, seed, tokens=None, ends=0.3, style=""):
     """A random text of a grammar, token by token, which likes to end, and to end parameters that are plain text."""
     tokens = tokens or BYTES
     grammars = GRAMMARS if tokens is BYTES else Grammars(tokens, len(tokens))
     matcher, rng, made, planned = grammars.start(held), random.Random(seed), [], []
+    said = parsers.decoder(tokens, style)
     likely = {id for text in '"}<\n' for id in tokens.encode(text, add_special_tokens=False)}
     while True:
         ids = np.flatnonzero(np.unpackbits(matcher.mask_M.view(np.uint8), bitorder="little")).tolist()
-        assert ids and not matcher.problem, (matcher.problem, parsers.decoder(tokens)(made))
+        assert ids and not matcher.problem, (matcher.problem, said(made))
         assert len(made) < 4000
         if not planned and rng.random() < 0.1:
-            planned = tokens.encode("</parameter>", add_special_tokens=False)
+            end = "</parameter>" if style != "gpt_oss" else "" if "final" in said(made) or "to=" in said(made) else "<|end|>"
+            planned = tokens.encode(end, add_special_tokens=False)
         closing = [id for id in ids if id in likely or id == tokens.eos_token_id]
         token = rng.choice(closing if closing and rng.random() < ends else ids)
         planned = planned if planned and planned[0] in ids else []
         token = planned.pop(0) if planned else token
         if token == tokens.eos_token_id:
-            return parsers.decoder(tokens)(made)
+            return said(made)
         made.append(token)
         matcher.take(token)
 
@@ -93,16 +95,17 @@ def marked(words, markers):
 
 BYTES = tokenizer.byte_level()
 GRAMMARS = Grammars(BYTES, len(BYTES))
-TEMPLATES = [("deepseek", "```json"), *((style, "") for style in parsers.STYLES)]
+CALLING = [style for style in parsers.NAMES if style != "plain"]
+TEMPLATES = [("deepseek", "```json"), *((style, "") for style in CALLING)]
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("style, template", TEMPLATES)
 @pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
 def test_forced_calls_are_read_by_the_parser(style, template, markers):
-    names = ("add", "find it" if style != "qwen3_coder" else "find")
+    names = ("add", "find it" if style not in ("qwen3_coder", "gpt_oss") else "find")
     SCHEMAS["find"] = FIND
-    tokens, ids = marked(parsers.MARKERS, markers)
+    tokens, ids = marked(parsers.STYLES[style].markers, markers)
     count, single = set(), set()
     for one_call in (False, True):
         held = grammar(
@@ -110,14 +113,14 @@ def test_forced_calls_are_read_by_the_parser(style, template, markers):
             tokens=ids,
         )  # fmt: skip
         for seed in range(12):
-            text = spoken(held, seed, tokens)
+            text = spoken(held, seed, tokens, style=style)
             answer = parsers.parse(text, style, tools=tools(*names), nonce="n")
             assert answer.content == "" and answer.tool_calls, text
             (single if one_call else count).add(len(answer.tool_calls))
             for call in answer.tool_calls:
                 assert call.name in names
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert max(count) > 1 and single == {1}
+    assert (max(count) > 1 or style == "gpt_oss") and single == {1}
 
 
 def test_a_tool_without_parameters_takes_any_object():
@@ -145,6 +148,26 @@ def test_reasoning_comes_before_a_document(markers):
         assert allowed(matcher) == {tokens.eos_token_id}
         answer = parsers.parse(text, "qwen", opened=reasoning == "open")
         assert json.loads(answer.content) == {"x": True} and answer.reasoning == ("a<b" if reasoning else "")
+
+
+@pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
+def test_a_document_in_channels_is_in_the_final_one(markers):
+    tokens, ids = marked(parsers.STYLES["gpt_oss"].markers, markers)
+    held = grammar(DOCUMENT, style="gpt_oss", tokens=ids)
+    texts = [spoken(held, seed, tokens, ends=0.9, style="gpt_oss") for seed in range(6)]
+    for text in texts:
+        answer = parsers.parse(text, "gpt_oss", tools=False)
+        assert text.count("<|channel|>final<|message|>") == 1 and "x" in json.loads(answer.content)
+    assert len({"<|channel|>analysis<|message|>" in text for text in texts}) == 2
+    mixed = grammar(DOCUMENT, names=("add",), style="gpt_oss", tokens=ids)
+    answers = [parsers.parse(spoken(mixed, seed, tokens, style="gpt_oss"), "gpt_oss") for seed in range(12)]
+    assert len({bool(answer.tool_calls) for answer in answers}) == 2
+
+
+def test_nothing_is_forced_in_an_unknown_format():
+    with pytest.raises(Refused, match="the format of this model's answers is not known; name it with --style, plain"):
+        grammar(DOCUMENT, style="unknown")
+    assert grammar(style="unknown") is None
 
 
 def test_a_document_or_calls():

@@ -1,7 +1,8 @@
 """Incremental detokenisation with stop strings."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet
 CONTEXT = 8  # tokens decoded again together with new ones: a token's text may depend on its neighbours
@@ -57,12 +58,23 @@ class Text:
             self._given = len(self._decode(self._window))
 
 
-def completing(decode: Callable[[list[int]], str], tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each number of characters the index of the token that completes them; the last token if they are all."""
-    text, lengths = Text(decode), []
+def growing(decode: Callable[[list[int]], str], tokens: Sequence[int]) -> Iterator[str]:
+    """For each token the text that is complete with it and was not before."""
+    text, before = Text(decode), 0
     for token in tokens:
         text.feed([token])
-        lengths.append(len(text.text))
+        yield text.text[before:]
+        before = len(text.text)
+
+
+def completing(decode: Callable[[list[int]], str], tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For each number of characters the index of the token that completes them; the last token if they are all."""
+    return completed(growing(decode, tokens), ends)
+
+
+def completed(pieces: Iterable[str], ends: Sequence[int]) -> list[int]:
+    """As `completing`, given the text of each token."""
+    lengths = [*accumulate(map(len, pieces))]
     return [len(lengths) - 1 if end >= lengths[-1] else bisect_left(lengths, end) for end in ends]
 
 

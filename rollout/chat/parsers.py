@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import json_types
+from . import channels, json_types
+from .formats import NAMES as NAMES
+from .formats import UNKNOWN as UNKNOWN
+from .formats import style_for as style_for
+from .formats import style_of as style_of
 
 THINK, THOUGHT = "<think>", "</think>"
 DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -73,6 +77,8 @@ class Style:
         beginning of their JSON; ValueError if it is not one.
       each: marker after each call; "" = the end of its JSON.
       bare: a message that begins with `{` is parsed as calls too, if possible.
+      channels: answers are messages in channels (`channels.py`): reasoning, calls, and what is said to the user. `read`
+        gets a call's recipient, `channels.MESSAGE` and its text.
     """
 
     open: str
@@ -81,6 +87,15 @@ class Style:
     begun: Reader
     each: str
     bare: bool = False
+    channels: bool = False
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """What a Parser reads of special tokens."""
+        if self.channels:
+            return frozenset(channels.MARKERS)
+        calls = (*DEEPSEEK, self.open, self.close) if self.read is _deepseek else (self.open, self.close)
+        return frozenset({THINK, THOUGHT, *calls}) - {""}
 
 
 Piece = Text | ToolCall
@@ -125,7 +140,7 @@ class Parser:
         opened: bool = False, one_call: bool = False, forced: bool = False, nonce: str | None = None,
     ):  # fmt: skip
         if style not in STYLES:
-            raise ValueError(f"style: must be one of {', '.join(STYLES)}, got {style!r}")
+            raise ValueError(f"style: must be one of {', '.join(NAMES)}, got {style!r}")
         self._style, self._tools = STYLES[style], bool(tools)
         functions = [tool["function"] for tool in tools] if isinstance(tools, Sequence) else []
         self._schemas = {function["name"]: function.get("parameters") or {} for function in functions}
@@ -137,9 +152,14 @@ class Parser:
         self._trim = self._state == "reasoning"  # drop leading white space
         self._started = False  # some content, or a call, was emitted
         self._calls = 0
+        self._channels = channels.Channels() if self._style.channels else None
+        self._reasoning = reasoning
+        self._said: dict[str, int] = {}  # kind -> number of its last message with a text
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that `text` completes."""
+        if self._channels:
+            return list(self._spoken(self._channels.push(text)))
         self._buffer += text
         return list(self._advance(final=False))
 
@@ -150,7 +170,8 @@ class Parser:
           cut: the limit of tokens ended it. A call that it cut is one with the beginning of its arguments; before its
             name is complete it is nothing.
         """
-        pieces = list(self._advance(final=True, cut=cut))
+        final = self._spoken(self._channels.finish(cut), cut) if self._channels else self._advance(True, cut)
+        pieces = list(final)
         if self._state == "content" and self._gap and not self._calls:
             pieces.append(Text("content", self._gap))
         self._gap = ""
@@ -195,6 +216,25 @@ class Parser:
                 yield from self._called(inner, ("" if bare else style.open) + inner + found, read, cut)
             if self._one_call and self._calls:
                 self._state, self._buffer = "ended", ""
+
+    def _spoken(self, given: Iterable[channels.Piece], cut: bool = False) -> Iterator[Piece]:
+        """The pieces of messages in channels. Those of a kind are lines of one text."""
+        for message, text, last in given:
+            if self._one_call and self._calls:
+                return
+            if self._tools and message.recipient.startswith(FUNCTIONS):
+                self._buffer += text
+                if last:
+                    inner, self._buffer = self._buffer, ""
+                    read = self._style.begun if cut else self._style.read
+                    yield from self._called(f"{message.recipient}{channels.MESSAGE}{inner}", inner, read, cut)
+            elif text:
+                kind: Literal["reasoning", "content"] = (
+                    "reasoning" if message.channel == "analysis" and self._reasoning else "content"
+                )
+                between = "\n" if self._said.get(kind, message.number) != message.number else ""
+                self._said[kind] = message.number
+                yield Text(kind, between + text)
 
     def _first(self, inner: str) -> str:
         """If one call ends the text, that of the first one, once it is complete."""
@@ -326,6 +366,20 @@ def _deepseek_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]
     return [*_deepseek(whole, schemas)]
 
 
+def _gpt_oss(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
+    recipient, _, text = inner.partition(channels.MESSAGE)
+    return [_call({"name": recipient.removeprefix(FUNCTIONS), "arguments": _json(text)}, "arguments")]
+
+
+def _gpt_oss_begun(inner: str, schemas: Schemas) -> list[tuple[str, dict | str]]:
+    recipient, _, text = inner.partition(channels.MESSAGE)
+    return [(recipient.removeprefix(FUNCTIONS), _arguments(text))]
+
+
+def _no_calls(inner: str, schemas: Schemas) -> list:
+    raise ValueError("calls of this format are not known")
+
+
 def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     """<function=name><parameter=key>value</parameter>...</function>, values typed by the tool's schema (Qwen3-Coder).
 
@@ -439,40 +493,37 @@ def _constant(name: str) -> Any:
 
 DECODER = json.JSONDecoder(parse_constant=_constant)
 _json = DECODER.decode
-STYLES = {
+FUNCTIONS = "functions."  # recipients that are the request's tools
+STYLES = {  # of `formats.NAMES`, and UNKNOWN
     "qwen": Style("<tool_call>", "</tool_call>", _hermes, _hermes_begun, "</tool_call>"),
     "qwen3_coder": Style("<tool_call>", "</tool_call>", _coder, _coder_begun, "</tool_call>"),
     "hermes": Style("<tool_call>", "</tool_call>", _hermes, _hermes_begun, "</tool_call>"),
     "llama": Style("<|python_tag|>", "", _llama, _llama_begun, "", bare=True),
     "deepseek": Style("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek, _deepseek_begun, DEEPSEEK[2]),
+    "gpt_oss": Style("", "", _gpt_oss, _gpt_oss_begun, channels.CALL, channels=True),
+    "plain": Style("", "", _no_calls, _no_calls, ""),
+    UNKNOWN: Style("", "", _no_calls, _no_calls, ""),
 }
 DISTINCT = 3  # characters of a marker that are hardly text
-MARKERS = frozenset({THINK, THOUGHT, *DEEPSEEK, *(part for s in STYLES.values() for part in (s.open, s.close))})
 
 
-def style_of(chat_template: str) -> str:
-    """The style in which a chat template shows tool calls, a name in STYLES; "" if it shows none that is known."""
-    marks = {
-        "<function=": "qwen3_coder", STYLES["deepseek"].open: "deepseek", "<|python_tag|>": "llama",
-        "<tool_call>": "qwen" if "enable_thinking" in chat_template or "thinking" not in chat_template else "hermes",
-        '"parameters": ': "llama",
-    }  # fmt: skip
-    return next((style for mark, style in marks.items() if mark in chat_template), "")
-
-
-def style_for(tokenizer: Any, given: str = "") -> str:
-    """`given`, or else the style that the tokenizer's chat template shows, or else "qwen"."""
-    return given or style_of(str(getattr(tokenizer, "chat_template", None) or "")) or "qwen"
-
-
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Decodes tokens to the text that a Parser reads: of special tokens only MARKERS are kept."""
+def decoder(tokenizer: Any, style: str = "") -> Callable[[Sequence[int]], str]:
+    """Decodes tokens to the text that a Parser of this style (`style_for`) reads: of special tokens only its markers
+    are kept."""
+    markers = STYLES[style_for(tokenizer, style)].markers
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    mute = {id for id, token in added if token.special and token.content not in MARKERS}
+    mute = {id for id, token in added if token.special and token.content not in markers}
     return lambda tokens: tokenizer.decode([token for token in tokens if token not in mute])
 
 
-def special_markers(tokenizer: Any) -> frozenset[int]:
-    """The MARKERS that are special tokens, which a text without special tokens lacks."""
+def special_markers(tokenizer: Any, style: str = "") -> frozenset[int]:
+    """The style's markers that are special tokens, which a text without special tokens lacks."""
+    markers = STYLES[style_for(tokenizer, style)].markers
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    return frozenset(id for id, token in added if token.special and token.content in MARKERS)
+    return frozenset(id for id, token in added if token.special and token.content in markers)
+
+
+def said(text: str, style: str, cut: bool = False) -> Answer:
+    """An answer where no tools are called, as rewards and environments read it: all is content, reasoning between
+    <think> and </think> too; of a format with channels what is said to the user."""
+    return parse(text, style, cut=cut, tools=False) if STYLES[style].channels else Answer(text)

@@ -20,7 +20,7 @@ from ..errors import ServerError
 from ..types import Completion, Generate, Image, Sample, Sampling
 from . import conversation, images, template, trajectory
 from .detokenizer import Reader
-from .parsers import Answer, decoder
+from .parsers import Answer, decoder, said, style_for
 from .trajectory import Interaction
 
 LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
@@ -47,6 +47,7 @@ class Session:
         processor: images.Processor | None = None,
         *,
         sampling: Sampling | None = None,
+        style: str = "",
     ):
         """
         Args:
@@ -55,13 +56,15 @@ class Session:
           processor: of a model that reads images; None = messages with images are refused.
           sampling: sampling parameters that override the agent's, who may only lower max_new_tokens and add stop
             strings or a json_schema; None = the agent's.
+          style: as `parsers.style_for`.
         """
         self.id = secrets.token_hex(8)
         self.interactions: list[Interaction] = []
         self.failure: ServerError | None = None
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
         self._processor = processor
-        self._decode = decoder(tokenizer)
+        self._style = style_for(tokenizer, style)
+        self._decode = decoder(tokenizer, self._style)
         self._ends: dict[str, list[Interaction]] = {}  # by key of the conversation that they end, newest first
 
     async def ask(
@@ -70,7 +73,7 @@ class Session:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
-        parse: Parse = _content,
+        parse: Parse | None = None,
         ends: Callable[[Sequence[int]], int | None] | None = None,
         on_prompt: Callable[[int], None] | None = None,
         on_text: Callable[[str], None] | None = None,
@@ -81,7 +84,7 @@ class Session:
         Args:
           messages, tools: in OpenAI's format; contents are texts, or lists of parts with images (`chat/images.py`).
           template: variables of the chat template, such as `enable_thinking`.
-          parse: parses the answer's text, given also whether the limit of tokens has cut it.
+          parse: parses the answer's text, given also whether the limit of tokens has cut it; None = `parsers.said`.
           ends: of the sampled tokens how many are the answer; None = all. It must depend on these alone: then what
             remains has the policy's distribution.
           on_prompt: called with the number of the prompt's tokens before one is sampled.
@@ -97,7 +100,8 @@ class Session:
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
         if on_prompt:
             on_prompt(len(interaction.prompt))
-        await self._sample(interaction, parse, on_text, sampling, ends)
+        spoken = lambda text, cut: said(text, self._style, cut)
+        await self._sample(interaction, parse or spoken, on_text, sampling, ends)
         self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
         return interaction
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from ..chat import fields, images, parsers
 from ..chat.api import abilities, chat, completions, messages, responses
-from ..chat.api.ask import Ask, opened, render, seen
+from ..chat.api.ask import DOCUMENTS, Ask, check_calls, opened, render, seen
 from ..chat.api.logprobs import Reading
 from ..chat.fields import Refused
 from ..chat.first_call import FirstCall
@@ -63,7 +63,7 @@ async def serve(
       processor: of a model that reads images; None = messages with images are refused.
       port: 0 = any free port.
       admin_key: allows starting sessions over HTTP, and whatever each session's key allows; "" = disabled.
-      style: the model's format for tool calls, a name in `parsers.STYLES`; "" = that of its chat template.
+      style: the format of answers, one of `formats.NAMES`; "" = that of the model's chat template.
       reasoning: separate text between <think> and </think> from the content.
       model: the name in `/v1/models`; requests may use any.
       read: `Fleet.read`, for log-probabilities of prompts; None = they are refused.
@@ -76,7 +76,7 @@ async def serve(
     """
     style = parsers.style_for(tokenizer, style)
     if style not in STYLES:
-        raise ValueError(f"serve: style must be one of {', '.join(STYLES)}, got {style!r}")
+        raise ValueError(f"serve: style must be one of {', '.join(parsers.NAMES)}, got {style!r}")
     if not admin_key and not http_process.loopback(host):
         raise ValueError(f"serve: a host that other machines can reach needs an admin_key, got {host!r} and none")
     sessions = Sessions(limits, admin_key)
@@ -145,6 +145,10 @@ class Gateway:
         _refuse_seed(ask.body)
         ask = await http_limits.off_loop(http, seen, ask, self._processor)
         text = await http_limits.off_loop(http, render, self._tokenizer, ask, True, self._processor)
+        check_calls(ask, self._style)
+        if "json_schema" in ask.sampling and (self._style == parsers.UNKNOWN or STYLES[self._style].channels):
+            rule = "cannot be forced here in this model's format of answers; ask for it in the conversation"
+            raise Refused(DOCUMENTS[http.url.path], f"{rule}, got {self._style}")
 
         read: list[int] = []  # tokens of the prompt, once for each answer
 
@@ -153,7 +157,7 @@ class Gateway:
                 Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=opened(text),
                 one_call=ask.one_call, nonce=secrets.token_hex(8),
             )  # fmt: skip
-            first = FirstCall(parsers.decoder(self._tokenizer), new(), ask.sampling.get("stop", ()))
+            first = FirstCall(parsers.decoder(self._tokenizer, self._style), new(), ask.sampling.get("stop", ()))
             asked = functools.partial(
                 entry.session.ask, ask.messages, tools=ask.tools, template=ask.template,
                 parse=lambda text, cut: parsers.parsed(new(), text, cut),

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from .. import object_path, rewards
-from ..chat import conversation, detokenizer, images, template
+from ..chat import answers, conversation, images, template
 from ..types import Generate, Sample, Sampling, sampled
 
 
@@ -32,10 +32,10 @@ async def single_turn(
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}), and any "images".
       tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
       processor: of a model that reads images; None = a row with images is refused.
-      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens,
-        and the context is prompt (as templated), prompt_ids and completion_ids. A list of (end, reward) pairs
-        gives the rewards of steps: each is at the token that completes the first `end` characters of text, at the
-        last token if these are all.
+      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens, of
+        a format with channels it is what is said to the user (`answers.text`), and the context is prompt (as
+        templated), prompt_ids and completion_ids. A list of (end, reward) pairs gives the rewards of steps: each is at
+        the token that completes the first `end` characters of text, at the last token if these are all.
 
     Returns:
       A sample whose info holds the row and the texts `prompt` and `text`.
@@ -53,7 +53,7 @@ async def single_turn(
         done = await generate(list(prompt.tokens), **seen, **sampling.arguments())
     except ValueError as error:
         raise ValueError(f"single_turn: {error}; {object_path.row(row)}") from error
-    text = tokenizer.decode(done.tokens, skip_special_tokens=True)
+    text = answers.text(tokenizer, done.tokens)
     context = {"prompt": prompt.text, "prompt_ids": list(prompt.tokens), "completion_ids": list(done.tokens)}
     score = rewards.score(await reward(text, row, **context))
     sample = sampled(
@@ -67,8 +67,7 @@ async def single_turn(
     )
     if not (score.steps and done.tokens):
         return sample
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    places = detokenizer.completing(decode, done.tokens, [end for end, _ in score.steps])
+    places = answers.completing(tokenizer, done.tokens, [end for end, _ in score.steps])
     pairs = zip(places, score.steps, strict=True)
     return sample.replace(rewards=tuple((len(prompt.tokens) + place, value) for place, (_, value) in pairs))
 

@@ -19,10 +19,10 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from .. import object_path
-from ..chat import images
+from ..chat import formats, images
 from ..chat.session import Session
 from ..chat.trajectory import Style
 from ..gateway import server
@@ -43,7 +43,7 @@ class Options:
     """How agents are served.
 
     Attributes:
-      style: the model's format for tool calls; None = that of its chat template.
+      style: the model's format of reasoning and tool calls, plain = none; None = that of its chat template.
       reasoning: treat text between <think> and </think> as reasoning, not as part of the answer.
       rows: make a row of training data per leaf of the conversation tree ("leaves"), or per request ("interactions").
       discount: discount of rewards along a conversation, with "interactions".
@@ -54,7 +54,7 @@ class Options:
       port: port of the gateway, for users who open sessions; 0 = any free port.
     """
 
-    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None
+    style: formats.Name | None = None
     reasoning: bool = True
     rows: Style = "leaves"
     discount: float = 1.0
@@ -94,7 +94,7 @@ async def played(
     async with served as gateway:
 
         async def episode(generate: Generate, row: Mapping[str, Any]) -> list[Sample] | None:
-            session = Session(generate, tokenizer, processor, sampling=sampling)
+            session = Session(generate, tokenizer, processor, sampling=sampling, style=options.style or "")
             key = gateway.open(session)
             try:
                 async with asyncio.timeout(options.timeout_s):
@@ -239,7 +239,7 @@ async def online(
         while waiting:
             generate, turn = waiting.popleft()
             if not turn.done():
-                session = Session(generate, tokenizer, processor, sampling=sampling)
+                session = Session(generate, tokenizer, processor, sampling=sampling, style=options.style or "")
                 ended[session.id] = asyncio.Event()
                 turn.set_result(session)
                 return session

@@ -84,9 +84,19 @@ async def tool_loop(
 
     Args:
       tools: object paths of functions with type hints, or of `tools.Tool` objects.
-      style: the model's format for tool calls, one of `parsers.STYLES`; "" = that of its chat template.
+      style: the format of answers, one of `formats.NAMES`; "" = that of the model's chat template.
+
+    Raises:
+      ValueError: calls of this format are not read, or the row has no prompt.
     """
-    session = Session(generate, tokenizer, processor, sampling=sampling)
+    style = parsers.style_for(tokenizer, style)
+    if style in ("plain", parsers.UNKNOWN):
+        known = ", ".join(name for name in parsers.NAMES if name != "plain")
+        raise ValueError(
+            f"tool_loop: style must be a format of calls, {known}, got {style} by the chat template; name "
+            "the model's in --workflow-options"
+        )
+    session = Session(generate, tokenizer, processor, sampling=sampling, style=style)
     messages, shown = _begun(tokenizer, row)
     if shown["tools"]:
         raise ValueError(
@@ -94,7 +104,6 @@ async def tool_loop(
         )
     kit = _kit(tuple(tools))
     shown["tools"] = [toolbox.schema(tool) for tool in kit]
-    style = parsers.style_for(tokenizer, style)
     opened = template.opens(tokenizer)
     parse = lambda text, cut: parsers.parse(text, style, cut=cut, opened=opened)
     for _ in range(_counted(turns)):

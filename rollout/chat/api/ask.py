@@ -11,6 +11,10 @@ from .. import images, parsers, template
 from ..fields import LONGEST_TEXT, Refused, rule
 
 MOST_IMAGES = 256  # of a request
+DOCUMENTS = {  # the field with the JSON schema of an answer
+    "/v1/completions": "response_format", "/v1/chat/completions": "response_format", "/v1/responses": "text",
+    "/v1/messages": "output_config",
+}  # fmt: skip
 Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
 
 
@@ -73,6 +77,13 @@ def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Proces
         raise Refused("tools", "this model's chat template does not show them to the model; leave them out")
     rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))
     return text
+
+
+def check_calls(ask: Ask, style: str) -> None:
+    """Raises Refused for tools where calls of this style cannot be read."""
+    rule(style != "plain" or not ask.tools, "tools", "calls are not read in the format plain; leave them out", style)
+    known = f"the format of this model's calls is not known; name one with --style: {', '.join(parsers.NAMES)}"
+    rule(style != parsers.UNKNOWN or not ask.tools, "tools", known, style)
 
 
 def opened(prompt: str) -> bool:

@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...chat import json_types
-from ...chat.fields import rule
-from ...chat.parsers import DEEPSEEK, STYLES, THINK, THOUGHT
+from ...chat.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from ...chat.fields import Refused, rule
+from ...chat.parsers import DEEPSEEK, FUNCTIONS, STYLES, THINK, THOUGHT, UNKNOWN
 from ..grammar import formatted, literal, pieces
 from ..request import Grammar
 
 Marker = Callable[[str], str]  # a marker in Lark: a token of its own, or text
+UNFORCED = (
+    "cannot be forced, because the format of this model's answers is not known; name it with --style, plain if answers "
+    "are plain text"
+)
 NEWLINE = literal("\n")
 UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # of strings that are not written as JSON
 
@@ -48,23 +53,35 @@ def of(
     """
     if not (document or forced):
         return None
-    if not (tools or reasoning):
+    if document and style == UNKNOWN:
+        raise Refused(document.field or document.kind, UNFORCED)
+    if not (tools or reasoning or STYLES[style].channels):
         return document
     marker = lambda text: f"<[{tokens[text]}]>" if text in tokens else literal(text)
+    said = f"{marker(CHANNEL)} {literal('final')} {marker(MESSAGE)} " if STYLES[style].channels else ""
     before, rules = {"": "", "may": "reasoning? ", "open": "rest "}[reasoning], []
     if reasoning:
         thought = f"thought: /(.|\\n)*/ {marker(THOUGHT)}" if THOUGHT in tokens else _until("thought", THOUGHT)
         rules += [f"reasoning: {marker(THINK)} rest", "rest: thought /\\n{0,2}/", thought]
     functions = [tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced]
+    if STYLES[style].channels:
+        before, rules = "analysis? ", [*_analysis(marker, END in tokens)]
     if functions:
         rules += _calls(functions, style, chat_template, marker, one_call)
-    bodies = ["@document"] * (not forced) + ["calls"] * bool(functions)
+    bodies = [f"{said}@document"] * (not forced) + ["calls"] * bool(functions)
     parts: list[dict[str, Any]] = [{"lark_grammar": "\n".join([f"start: {before}({' | '.join(bodies)})", *rules])}]
     if document and not forced:
         parts += pieces(document, name="document")
     return Grammar(
         "llguidance", json.dumps({"grammars": parts}), "tools" if functions or not document else document.field
     )
+
+
+def _analysis(marker: Marker, is_token: bool) -> Iterator[str]:
+    """The rule `analysis`, of a message in this channel and the beginning of the next one."""
+    yield f"thought: /(.|\\n)*/ {marker(END)}" if is_token else _until("thought", END.replace("|", "\\|"))
+    head = f"{marker(CHANNEL)} {literal('analysis')} {marker(MESSAGE)}"
+    yield f"analysis: {head} thought {marker(START)} {literal('assistant')}"
 
 
 def _until(name: str, text: str) -> str:
@@ -78,7 +95,7 @@ def _calls(
     """The rules of `calls`."""
     mark, names = STYLES[style], [f"call_{i}" for i in range(len(functions))]
     one, between = f"({' | '.join(names)})", {"llama": "; "}.get(style, "\n")
-    several = one if one_call else f"{one} ({literal(between)} {one})*"
+    several = one if one_call or style == "gpt_oss" else f"{one} ({literal(between)} {one})*"
     if style == "deepseek":
         yield f"calls: {marker(mark.open)} {several} {marker(mark.close)}"
     else:
@@ -89,6 +106,18 @@ def _calls(
             yield from _coder(name, function["name"], schema, marker)
             continue
         value = f"arguments_{name}"
+        if style == "gpt_oss":
+            rule(
+                _plain(function["name"]),
+                "tools",
+                f"names must have no space, < or > for the format {style}",
+                function["name"],
+            )
+            head = literal(f"commentary to={FUNCTIONS}{function['name']} ")
+            called = f"{marker(CHANNEL)} {head} {marker(CONSTRAIN)} {literal('json')} {marker(MESSAGE)} {value}"
+            yield f"{name}: {called}"
+            yield f"{value}: {_json(schema)}"
+            continue
         if style == "deepseek":
             begin, separated, end = map(marker, DEEPSEEK)
             called = f"{begin} {literal(function['name'])} {separated} {value} {end}"
@@ -107,14 +136,13 @@ def _calls(
 
 def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker) -> Iterator[str]:
     """Qwen3-Coder's call: strings are plain text, other values JSON; parameters come in the schema's order."""
-    plain = lambda text: text and not any(c.isspace() or c == ">" for c in text)
-    rule(plain(function), "tools", "names must have no space and no > for the format qwen3_coder", function)
+    rule(_plain(function), "tools", "names must have no space, < or > for the format qwen3_coder", function)
     objects = json_types.alternatives(schema, schema)
     rule(len(objects) == 1, "tools", "parameters must be one object for the format qwen3_coder", schema)
     mark, parts, rules = STYLES["qwen3_coder"], [], []
     required = objects[0].get("required", ())
     for i, (key, value) in enumerate(json_types.properties(schema).items()):
-        rule(plain(key), "tools", "parameters must have no space and no > for the format qwen3_coder", key)
+        rule(_plain(key), "tools", "parameters must have no space, < or > for the format qwen3_coder", key)
         options = json_types.alternatives(value, schema)
         kinds = json_types.types(options)
         rule(kinds, "tools", "parameters need a type for qwen3_coder", value)
@@ -136,6 +164,10 @@ def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker) 
     begin, end = literal(f"\n<function={function}>\n"), literal("</function>\n")
     yield f"{name}: {marker(mark.open)} {begin} {' '.join([*parts, end])} {marker(mark.close)}"
     yield from rules
+
+
+def _plain(name: str) -> bool:
+    return bool(name) and not any(c.isspace() or c in "<>" for c in name)
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from ...chat.api.ask import Event, encoded
 from ...chat.api.stored import Stored
 from ...chat.fields import Refused, rule
 from ...chat.first_call import FirstCall
-from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text
+from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text, style_for
 from ...processes.http_limits import off_loop, read_json
 from ..pictures import Placement
 from ..request import Grammar, Progress, too_long
@@ -43,10 +43,6 @@ RENAMED = {  # further fields -> fields of sampling_params
     },
 }
 THEIRS = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}  # names in errors
-DOCUMENTS = {  # the field with the JSON schema of an answer
-    "/v1/completions": "response_format", "/v1/chat/completions": "response_format", "/v1/responses": "text",
-    "/v1/messages": "output_config",
-}  # fmt: skip
 BUDGETS = "max_completion_tokens", "max_tokens", "max_output_tokens"
 PROMPTS = {
     "/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input",
@@ -62,18 +58,19 @@ class OpenAI:
     """Handlers of the routes under /v1, for the engine of `service`.
 
     Args:
-      style: the model's format for tool calls, a name in `parsers.STYLES`; "" = that of its chat template.
+      style: the format of answers, one of `formats.NAMES`; "" = that of the model's chat template.
       reasoning: separate text between <think> and </think> from the content.
     """
 
     def __init__(self, service: Service, style: str = "", reasoning: bool = True):
         self.service, self._reasoning = service, reasoning
-        self._decode, self._markers = parsers.decoder(service.tokenizer), parsers.special_markers(service.tokenizer)
+        self._style = style_for(service.tokenizer, style, service.engine.config.family)
+        self._decode = parsers.decoder(service.tokenizer, self._style)
+        self._markers = parsers.special_markers(service.tokenizer, self._style)
         self._chat_template = str(getattr(service.tokenizer, "chat_template", None) or "")
         self._stored = Stored()
-        self._style = style or parsers.style_of(self._chat_template)
         added = getattr(service.tokenizer, "added_tokens_decoder", {}).items()
-        self._tokens = {token.content: id for id, token in added if token.content in parsers.MARKERS}
+        self._tokens = {token.content: id for id, token in added if token.content in STYLES[self._style].markers}
 
     def routes(self) -> list[Route]:
         post = lambda path, handle: Route(path, handle, methods=["POST"])
@@ -128,7 +125,7 @@ class OpenAI:
             path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole, seen=seen
         )
         parser = functools.partial(
-            Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open",
+            Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open",
             one_call=ask.one_call, forced=bool(ask.forced),
         )  # fmt: skip
         ends = ask.one_call and ask.tools and not ask.forced
@@ -179,9 +176,7 @@ class OpenAI:
         text = "".join(images.words(message.get("content")) for message in ask.messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
         prompt = asks.render(tokenizer, ask, processor=processor)
-        known = self._style or not ask.tools
-        unknown = f"the format of this model's calls is not known; start the server with --style {'|'.join(STYLES)}"
-        rule(known, "tools", unknown, "no style")
+        asks.check_calls(ask, self._style)
         thinks = THINK in self._chat_template and not prompt[-100:].rstrip().endswith(THOUGHT)
         reasoning = "open" if asks.opened(prompt) else "may" if thinks else ""
         tokens, seen = template.encode(tokenizer, prompt), images.of(ask.messages)
@@ -192,7 +187,7 @@ class OpenAI:
     def _whole(self, ask: asks.Ask, reasoning: str, document: Grammar | None) -> Grammar | None:
         """The grammar of a whole answer, from that of its document."""
         return answer_grammar.of(
-            document, ask.tools, ask.forced, one_call=ask.one_call, style=self._style or "qwen",
+            document, ask.tools, ask.forced, one_call=ask.one_call, style=self._style,
             chat_template=self._chat_template, tokens=self._tokens, reasoning=reasoning if self._reasoning else "",
         )  # fmt: skip
 
@@ -221,7 +216,7 @@ class OpenAI:
         given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None}
         given |= {"max_new_tokens": None, **({"json_schema": body["json_schema"]} if body.get("json_schema") else {})}
         given |= ask.sampling
-        named = {**THEIRS, "json_schema": DOCUMENTS[path]} if "json_schema" in ask.sampling else THEIRS
+        named = {**THEIRS, "json_schema": asks.DOCUMENTS[path]} if "json_schema" in ask.sampling else THEIRS
         try:
             chosen = [request_parsing.sampling(given, context - len(prompt))[0] for prompt in prompts]
             await self.service.compile(chosen)

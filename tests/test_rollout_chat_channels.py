@@ -1,0 +1,109 @@
+"""Answers in channels: read as the template of GPT-OSS writes them, and as the model does."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import trl
+
+from areax.adapters import tokenizer
+from areax.rollout import workflows
+from areax.rollout.chat import answers, parsers, template
+from areax.rollout.chat.channels import MARKERS
+from areax.rollout.chat.parsers import Answer, Parser, Text, ToolCall, parse
+from areax.rollout.chat.session import Session
+from areax.rollout.types import Completion, Sampling
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Two and two.<|end|>", "<|channel|>final<|message|>four"
+NEXT = "<|start|>assistant"
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+ADD = ToolCall("call_n0", "add", '{"a": 1}')
+
+
+def made():
+    """A byte-level tokenizer with the special tokens and the template of GPT-OSS."""
+    tokens = tokenizer.byte_level()
+    tokens.add_special_tokens({"additional_special_tokens": list(MARKERS)})
+    tokens.eos_token = "<|return|>"
+    tokens.chat_template = (Path(trl.__file__).parent / "chat_templates/gptoss.jinja").read_text()
+    return tokens
+
+
+TOKENS = made()
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (ANALYSIS + NEXT + FINAL, Answer("four", "Two and two.")),
+        (ANALYSIS + NEXT + FINAL + "<|return|>", Answer("four", "Two and two.")),
+        (FINAL, Answer("four")),
+        ("four", Answer("four")),  # of a model that was not trained on channels
+        (" to=5 is four", Answer(" to=5 is four")),
+        (ANALYSIS + NEXT + CALL, Answer("", "Two and two.", (ADD,))),
+        (CALL + "<|call|>", Answer("", "", (ADD,))),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}', Answer("", "", (ADD,))),
+        ("<|channel|>commentary<|message|>I add.<|end|>" + NEXT + CALL, Answer("I add.", "", (ADD,))),
+        (ANALYSIS + NEXT + ANALYSIS + NEXT + FINAL, Answer("four", "Two and two.\nTwo and two.")),
+        ("<|channel|>analysis to=python<|message|>1 + 1<|call|>", Answer("", "1 + 1")),
+        ("<|channel|>analysis<|message|>Two", Answer("", "Two")),  # the answer was cut
+        (ANALYSIS + NEXT + "<|channel|>fin", Answer("", "Two and two.")),
+        (CALL.replace("}", ""), Answer('{"a": 1')),  # a malformed call is content
+        ("", Answer("")),
+    ],
+)
+def test_an_answer_in_channels_is_reasoning_content_and_calls(text, answer):
+    assert parse(text, "gpt_oss", tools=TOOLS, nonce="n") == answer
+    parser = Parser("gpt_oss", tools=TOOLS, nonce="n")
+    pieces = [piece for letter in text for piece in parser.push(letter)]
+    assert parsers.collect(pieces + parser.finish()) == answer
+
+
+def test_what_is_said_is_streamed():
+    parser = Parser("gpt_oss")
+    assert parser.push(ANALYSIS[:-12]) == [Text("reasoning", "Two and")]
+    assert parser.push(" two.<|e") == [Text("reasoning", " two.")]
+    assert parser.push("nd|>" + NEXT + FINAL + " <") == [Text("content", "four ")]
+    assert parser.finish() == [Text("content", "<")]
+
+
+def test_the_template_of_the_family_is_read_back():
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "four", "thinking": "Two and two."},
+    ]
+    prompt = template.render(TOKENS, messages[:1], (), {}, ask=True)
+    written = template.render(TOKENS, messages, (), {}, ask=False)
+    assert parse(written.removeprefix(prompt), "gpt_oss") == Answer("four", "Two and two.")
+    function = {"name": "add", "arguments": {"a": 1}}
+    messages[1] = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    prompt = template.render(TOKENS, messages[:1], TOOLS, {}, ask=True)
+    written = template.render(TOKENS, messages, TOOLS, {}, ask=False)
+    assert parse(written.removeprefix(prompt), "gpt_oss", tools=TOOLS, nonce="n").tool_calls == (ADD,)
+
+
+def test_rewards_and_environments_read_what_is_said():
+    ids = [*TOKENS.encode(ANALYSIS + NEXT + FINAL, add_special_tokens=False), TOKENS.eos_token_id]
+    texts = []
+
+    async def generate(tokens, **sampling):
+        return Completion(tokens=ids, logp=[-1.0] * len(ids), version=[0] * len(ids), finish="stop")
+
+    async def reward(text, row, **context):
+        texts.append(text)
+        return [(2, 0.5), (4, 1.0)]
+
+    row = {"prompt": "2+2?"}
+    sample = asyncio.run(workflows.single_turn(generate, row, tokenizer=TOKENS, reward=reward, sampling=Sampling()))
+    assert texts == ["four"] == [sample.info["text"]]
+    begun = len(sample.tokens) - len(ids)
+    assert sample.rewards == ((begun + len(ids) - 4, 0.5), (begun + len(ids) - 1, 1.0))  # behind "fo", and the last
+    answer = asyncio.run(Session(generate, TOKENS).ask([{"role": "user", "content": "2+2?"}])).answer
+    assert (answer.content, answer.reasoning) == ("four", "Two and two.")
+
+
+def test_other_formats_are_read_as_before():
+    tokens = tokenizer.character("<think>/abc.")
+    ids = [*tokens.encode("<think>ab</think>c", add_special_tokens=False), tokens.eos_token_id]
+    assert answers.text(tokens, ids) == "<think>ab</think>c" and answers.completing(tokens, ids, [3, 99]) == [2, 18]
