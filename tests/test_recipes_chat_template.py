@@ -93,10 +93,9 @@ def test_turns_and_tools_render_with_the_variables(place, tokens, name):
     async def reward(text, row, **_):
         return float(text == "2")
 
-    workflow = getattr(multi_turn, name)
-    asyncio.run(
-        workflow(generate, {"prompt": "1+1"}, tokenizer=tokens, reward=reward, sampling=Sampling(max_new_tokens=8))
-    )
+    workflow, how = getattr(multi_turn, name), {"style": "qwen"} if name == "tool_loop" else {}
+    sampling = Sampling(max_new_tokens=8)
+    asyncio.run(workflow(generate, {"prompt": "1+1"}, tokenizer=tokens, reward=reward, sampling=sampling, **how))
     assert heard[0] == wanted(place, [USER], add_generation_prompt=True)
     assert all(prompt.endswith(EMPTY) for prompt in heard) and len(heard) == (2 if name == "multi_turn" else 1)
 

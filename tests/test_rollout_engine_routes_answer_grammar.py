@@ -72,7 +72,13 @@ def spoken(held, seed, tokens=None, ends=0.3, style=""):
         assert ids and not matcher.problem, (matcher.problem, said(made))
         assert len(made) < 4000
         if not planned and rng.random() < 0.1:
-            end = "</parameter>" if style != "gpt_oss" else "" if "final" in said(made) or "to=" in said(made) else "<|end|>"
+            end = (
+                "</parameter>"
+                if style != "gpt_oss"
+                else ""
+                if "final" in said(made) or "to=" in said(made)
+                else "<|end|>"
+            )
             planned = tokens.encode(end, add_special_tokens=False)
         closing = [id for id in ids if id in likely or id == tokens.eos_token_id]
         token = rng.choice(closing if closing and rng.random() < ends else ids)

@@ -156,8 +156,8 @@ def test_an_agent_of_the_agents_sdk(server, kind):
 def test_a_marker_that_is_a_special_token_and_the_options_of_the_command(tmp_path):
     tag = "<|python_tag|>"
     call = ["#add", "Now.", tag, '{"name": "add", "parameters": {"a": 1, "b": 2}}']
-    path = parrot.model(tmp_path / "m", call, THINK, template=parrot.TEMPLATE + f"{{# {tag} #}}", special=[tag])
-    with servers.command("areax", "serve", path, "--no-reasoning") as url:
+    path = parrot.model(tmp_path / "m", call, THINK, special=[tag])
+    with servers.command("areax", "serve", path, "--no-reasoning", "--style", "llama") as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             plain = client.completions.create(model="m", prompt="#add", temperature=0).choices[0]
             assert plain.text == call[1] + call[3]
@@ -179,6 +179,22 @@ def test_tools_that_have_no_effect_are_refused(tmp_path):
         assert status == 400 and "chat template does not show them" in answer["message"]
         status, answer = server.post("/tokenize", body | {"tools": TOOLS})
         assert status == 400 and "chat template does not show them" in answer["message"]
+        assert server.ok("/v1/chat/completions", body)["choices"][0]["message"]["content"] == "".join(CALL[1:])
+
+
+def test_tools_and_formats_are_refused_where_the_format_of_answers_is_not_known(tmp_path):
+    written = parrot.TEMPLATE.replace("tool_call>", "call>")
+    with servers.embedded(parrot.model(tmp_path / "m", CALL, template=written)) as server:
+        body = {"messages": say("#add")}
+        asked = {
+            "tools": {"tools": TOOLS},
+            "response_format": {"response_format": {"type": "json_object"}},
+            "regex": {"regex": "a+"},
+        }
+        for field, more in asked.items():
+            status, answer = server.post("/v1/chat/completions", body | more)
+            assert status == 400 and "not known" in answer["message"] and "--style" in answer["message"], answer
+            assert answer["message"].startswith(f"{field}: ")
         assert server.ok("/v1/chat/completions", body)["choices"][0]["message"]["content"] == "".join(CALL[1:])
 
 

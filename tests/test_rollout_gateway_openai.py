@@ -1,10 +1,12 @@
 """The OpenAI chat completions, responses and completions APIs of the gateway, used through unmodified SDKs."""
 
 import asyncio
+import functools
 import json
 
 import pytest
 from gateways import CALL, FUNCTION, TEMPLATE, TOKENS, USER, extends, served
+from openai import BadRequestError
 
 from areax.rollout.servers.types import Part
 
@@ -53,7 +55,8 @@ def test_chat():
 
 
 def test_tool_calls_are_read_in_the_format_of_the_chat_template(monkeypatch):
-    monkeypatch.setattr(TOKENS, "chat_template", TEMPLATE.replace("<tool_call>", "<|python_tag|>"))  # Llama's
+    llama = TEMPLATE.replace("tool_call>", "python>") + """{# <|start_header_id|> <|eot_id|> "parameters": #}"""
+    monkeypatch.setattr(TOKENS, "chat_template", llama)
 
     async def test(place):
         place.engine.say('{"name": "add", "parameters": {"a": 1, "b": 2.5}}')
@@ -62,6 +65,32 @@ def test_tool_calls_are_read_in_the_format_of_the_chat_template(monkeypatch):
             answer = await client.chat.completions.create(model="m", messages=USER, tools=tools)
             [call] = answer.choices[0].message.tool_calls
             assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2.5}
+
+    served(test)
+
+
+@pytest.mark.parametrize("style", ["unknown", "gpt_oss"])
+def test_what_cannot_be_forced_or_read_in_a_format_is_refused(monkeypatch, style):
+    channels = "{# <|start|><|channel|><|message|><|end|> #}" if style == "gpt_oss" else ""
+    monkeypatch.setattr(TOKENS, "chat_template", TEMPLATE.replace("tool_call>", "call>") + channels)
+
+    async def test(place):
+        async with place.openai() as client:
+            ask = functools.partial(client.chat.completions.create, model="m", messages=USER)
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+            with pytest.raises(BadRequestError, match=f"response_format: cannot be forced here.* got {style}"):
+                await ask(response_format=form)
+            tools = [{"type": "function", "function": FUNCTION}]
+            if style == "gpt_oss":
+                place.engine.say('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}')
+                [call] = (await ask(tools=tools)).choices[0].message.tool_calls
+                assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2}
+            else:
+                with pytest.raises(BadRequestError, match="tools: the format of this model's calls is not known"):
+                    await ask(tools=tools)
+                place.engine.say("<think>Hm.</think>Yes.")
+                message = (await ask()).choices[0].message
+                assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
 
     served(test)
 

@@ -118,7 +118,12 @@ def test_tools_are_called_and_their_results_are_sent_back():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": %s}}\n</tool_call>'
     said = [call % "2", call % '"x"', "4"]
     [sample], heard = play(
-        multi_turn.tool_loop, said, {"prompt": "2 + 2", "answer": "4"}, reward=right, tools=[f"{__file__}:add"]
+        multi_turn.tool_loop,
+        said,
+        {"prompt": "2 + 2", "answer": "4"},
+        reward=right,
+        tools=[f"{__file__}:add"],
+        style="qwen",
     )
     assert sample.reward == 1.0 and learnt(sample) == "".join(f"{text}<|im_end|>" for text in said)
     assert "tool\n4<|im_end|>" in heard[1] and "tool\nerror: " in heard[2]
@@ -126,9 +131,15 @@ def test_tools_are_called_and_their_results_are_sent_back():
 
 def test_calls_are_read_in_the_format_of_the_chat_template():
     tokens = tokenizer.byte_level()
-    tokens.chat_template += """{# '"parameters": ' #}"""  # as Llama's
+    tokens.chat_template += """{# tools <|start_header_id|> <|eot_id|> "parameters": #}"""  # as Llama's
     generate, heard = policy('{"name": "add", "parameters": {"a": 2, "b": 2}}', "4")
     row, tools = {"prompt": "2 + 2", "answer": "4"}, [f"{__file__}:add"]
     played = multi_turn.tool_loop(generate, row, tokenizer=tokens, sampling=SAMPLING, reward=right, tools=tools)
     [sample] = asyncio.run(played)
     assert sample.reward == 1.0 and "tool\n4<|im_end|>" in heard[1]
+    for shown, style in (("", "plain"), ("{{ tools }}", "unknown")):
+        tokens.chat_template = tokenizer.CHAT_TEMPLATE + shown
+        with pytest.raises(
+            ValueError, match=f"tool_loop: style must be a format of calls, qwen, .* got {style} by the"
+        ):
+            asyncio.run(multi_turn.tool_loop(generate, row, tokenizer=tokens, sampling=SAMPLING, reward=right))
