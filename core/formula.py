@@ -55,8 +55,8 @@ def _reward(s, kl, prox: str) -> list[str]:
     if (s.low, s.high) != (-math.inf, math.inf):
         reward = f"clip({reward}, {s.low:g}, {s.high:g})"
     if s.overlong_tokens:
-        start = s.overlong_tokens - s.overlong_buffer
-        reward += f" - {s.overlong_penalty:g} clip((tokens - {start}) / {max(s.overlong_buffer, 1)}, 0, 1)"
+        buffer = max(s.overlong_buffer, 1)
+        reward += f" - {s.overlong_penalty:g} clip((tokens - {s.overlong_tokens - buffer}) / {buffer}, 0, 1)"
     if s.unfinished_penalty:
         reward += f" - {s.unfinished_penalty:g} if unfinished"
     if kl.coef and kl.place == "reward":

@@ -20,9 +20,10 @@ class Shaping:
       scale: factor of R + bias, and of the rewards of single tokens.
       low: lower bound of the scaled reward.
       high: upper bound of the scaled reward.
-      overlong_tokens: sampled tokens at which a rollout gets the full `overlong_penalty` (soft overlong punishment,
+      overlong_tokens: sampled tokens from which on a rollout gets the full `overlong_penalty` (soft overlong punishment,
         DAPO, arXiv:2503.14476); 0 = off.
-      overlong_buffer: number of tokens below overlong_tokens over which the penalty rises linearly from 0.
+      overlong_buffer: number of tokens below overlong_tokens over which the penalty rises linearly from 0; 0 = it is
+        full at overlong_tokens, and none below.
       overlong_penalty: largest overlong penalty.
       unfinished_penalty: subtracted if a rollout did not finish with "stop", whatever the reason.
       truncated: rollouts truncated at the length limit: "keep" trains on them, "mask" excludes them from the loss but
@@ -76,8 +77,9 @@ def shape(spec: Shaping, batch: Batch):
     reward_BJ = bounded(spec, batch.reward_BJ)
     if spec.overlong_tokens:
         count_BJ = of_rollout(total(jnp.where(batch.mask_BT, 1.0, 0.0), batch.segment_BT, J))
-        over_BJ = count_BJ - (spec.overlong_tokens - spec.overlong_buffer)
-        reward_BJ -= spec.overlong_penalty * jnp.clip(over_BJ / max(spec.overlong_buffer, 1), 0, 1)
+        buffer = max(spec.overlong_buffer, 1)
+        over_BJ = count_BJ - (spec.overlong_tokens - buffer)
+        reward_BJ -= spec.overlong_penalty * jnp.clip(over_BJ / buffer, 0, 1)
     if spec.unfinished_penalty:
         unfinished_BJ = batch.finish_BJ > FINISH.index("stop")  # -1 in empty slots
         reward_BJ -= spec.unfinished_penalty * jnp.where(of_rollout(unfinished_BJ) > 0, 1.0, 0.0)

@@ -122,7 +122,7 @@ def shape(rows, o):
         R, n = bounded(row.reward, s), sum(len(steps(one)) for one in mine)
         if s.overlong_tokens:
             start = s.overlong_tokens - s.overlong_buffer
-            over = 1.0 if n > s.overlong_tokens else 0.0 if n <= start else (n - start) / s.overlong_buffer
+            over = 1.0 if n >= s.overlong_tokens else 0.0 if n <= start else (n - start) / s.overlong_buffer
             R -= s.overlong_penalty * over
         if any(one.finish != "stop" for one in mine):
             R -= s.unfinished_penalty
