@@ -20,10 +20,10 @@ class Shaping:
       scale: factor of R + bias, and of the rewards of single tokens.
       low: lower bound of the scaled reward.
       high: upper bound of the scaled reward.
-      overlong_tokens: sampled tokens from which on a rollout gets the full `overlong_penalty` (soft overlong punishment,
-        DAPO, arXiv:2503.14476); 0 = off.
-      overlong_buffer: number of tokens below overlong_tokens over which the penalty rises linearly from 0; 0 = it is
-        full at overlong_tokens, and none below.
+      overlong_tokens: sampled tokens from which on a rollout gets the full `overlong_penalty` (soft overlong
+        punishment, DAPO, arXiv:2503.14476); 0 = off.
+      overlong_buffer: number of tokens below overlong_tokens over which the penalty rises linearly from 0; with 0 there
+        is none below overlong_tokens.
       overlong_penalty: largest overlong penalty.
       unfinished_penalty: subtracted if a rollout did not finish with "stop", whatever the reason.
       truncated: rollouts truncated at the length limit: "keep" trains on them, "mask" excludes them from the loss but

@@ -17,6 +17,7 @@ from areax.rollout.rewards import judge
         ("**Score**: **8**/10", 0.8),
         ("Score: [8]", 0.8),
         ("score = 8.5 / 10.", 0.85),
+        ('{"score": 8}', 0.8),
         ("Score: 7 out of 10", 0.7),
         ("Score: 4/5", 0.8),
         ("Score: 80%", 0.8),

@@ -47,6 +47,8 @@ HALF = Fraction(1, 2)
         ("2~\\frac{1}{2}", 2 + HALF),
         ("2\u00bd", 2 + HALF),
         ("2 \u00bd", 2 + HALF),
+        ("0.\\overline{3}", Fraction(1, 3)),
+        ("-2.1\\overline{6}", Fraction(-13, 6)),
         ("7.2e1", 72),
         ("1e-3", Fraction(1, 1000)),
         ("1.38\\times 10^{-23}", Fraction(138, 10**25)),

@@ -79,6 +79,16 @@ PAIRS = [
     ("\\boxed{0.0}", "\\frac{\\pi}{10^{20}}", 0),
     ("\\boxed{262537412640768744.0}", "e^{\\pi\\sqrt{163}}", 0),
     ("\\boxed{4.0000001}", "\\sqrt{16}", 0),
+    # words are no products of letters, and formulas that cannot be parsed are texts
+    ("\\boxed{seat}", "\\text{east}", 0),
+    ("\\boxed{\\text{No solution.}}", "no solution", 1),
+    ("\\boxed{yx}", "xy", 1),
+    ("\\boxed{infinity}", "\\infty", 1),
+    ("\\boxed{\\frac{1}{\\mathrm{\\pi}}}", "\\frac{1}{\\mathrm{e}}", 0),
+    ("\\boxed{1 - \\frac{1}{ \\mathrm{e} }}", "1-\\frac{1}{e}", 1),
+    ("so $1 + \\frac{1}{\\mathrm{e}}$", "1-\\frac{1}{\\mathrm{e}}", 0),
+    ("\\boxed{\\text{Evelyn}}", "$\\text{Evelyn}$", 1),
+    ("\\boxed{0.1\\overline{6}}", "\\frac16", 1),
     # percent behind a box
     ("$\\boxed{28}$ %", "0.28", 1),
     ("\\boxed{28}\\%", "0.28", 1),

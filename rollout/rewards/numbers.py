@@ -1,7 +1,7 @@
 """Numbers as people and models write them, read exactly.
 
 In English notation: 1,234.50, also 1 234 and 1'234, -$5, 3/4, \\frac{3}{4}, 2 1/2, 2\\frac12, 2½, 7.2e1,
-7.2 \\times 10^1, 7.2 × 10¹.
+7.2 \\times 10^1, 7.2 × 10¹, 0.1\\overline{6}.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _MIXED = re.compile(
     r"(?![\w/!]|\s*\^|[.,][0-9])"
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,3}(?!\w|\s*\^|\.[0-9])")
+REPEATING = re.compile(rf"([{MINUS}])?([0-9]{{1,50}})\.([0-9]{{,50}})\\(?:overline|bar)\s?\{{?([0-9]{{1,50}})\}}?")
 REWRITE: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [  # LaTeX and other notations to plain text
     (re.compile(r"\\[,!]|\{,\}"), lambda m: "," if m[0] == "{,}" else ""),  # thin spaces: 1\,234
     (re.compile(r"\\[;: ]|~"), lambda m: " "),
@@ -74,6 +75,11 @@ def value(found: re.Match[str]) -> Decimal | Fraction | None:
 def read(text: str) -> tuple[Decimal | Fraction, bool] | None:
     """(value, whether in percent) of a text that is one number and nothing else; None of any other."""
     text = plain(text.replace("\\$", "$")).strip(" \n$").removesuffix(".")
+    if found := REPEATING.fullmatch(text):
+        sign, whole, fixed, period = found.groups()
+        scale = 10 ** len(fixed)
+        repeating = Fraction(int(whole + fixed), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+        return (-repeating if sign else repeating), False
     percent = next((mark for mark in (r"\%", "%", "percent", "percentage", "pct") if text.endswith(mark)), "")
     text = re.sub(rf"^(?:\+\s*|([{MINUS}])\s+)", r"\1", text.removesuffix(percent).rstrip())
     found = NUMBER.fullmatch(SPACED.sub(lambda m: m[0].replace(" ", ""), text))

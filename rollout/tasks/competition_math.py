@@ -16,6 +16,12 @@ _BOX = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
 # A brace, with the box that it belongs to; a box without a brace; what is skipped, such as \{.
 TOKEN = re.compile(rf"(?P<box>{_BOX})?(?P<open>\{{)|{_BOX}(?P<bare>[^\s${{][^\s$]*)|\\.|\}}", re.DOTALL)
 PERCENT = re.compile(r"[^\S\n]*\$?[^\S\n]*(?:\\?%|percent|pct)")  # behind a box
+# Words, at least one of which is too long for a product of variables.
+WORDS = re.compile(
+    r"(?:\\(?:text|textbf|textit|mathrm|mathbf)\{)?\s*((?=[^}]*[A-Za-z]{4})(?!inf)[A-Za-z][A-Za-z ',-]*?)[\s.]*\}?"
+)
+ROMAN_E = re.compile(r"\\mathrm\s*\{\s*e\s*\}")  # Euler's number
+SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\$")
 SECONDS = 3  # each for parsing and for comparing an answer
 
 
@@ -95,7 +101,7 @@ def _answer(text: str) -> list[Any]:
     from math_verify import parse
 
     if not (contents := boxes(text)):
-        return parse(numbers.as_latex(text), parsing_timeout=_seconds())
+        return parse(_latex(text), parsing_timeout=_seconds())
     found: list[list[Any]] = []
     for answer in map(_boxed_answer, dict.fromkeys(contents)):
         if answer and not any(_equal(other, answer) for other in found):
@@ -117,7 +123,16 @@ def _boxed_answer(content: str) -> list[Any]:
         decimal = isinstance(size, Decimal) and "." in str(size)
         value = sympy.Float(str(size)) if decimal else sympy.Rational(*size.as_integer_ratio())
         return [convert_to_pct(value) if percent else value, content]
-    return parse(f"\\boxed{{{numbers.as_latex(content)}}}", parsing_timeout=_seconds())
+    if word := WORDS.fullmatch(content.strip(" $")):  # math-verify takes words for products of letters: east is seat
+        return [word[1].casefold()]
+    parsed = parse(f"\\boxed{{{_latex(content)}}}", parsing_timeout=_seconds())
+    text = SPACE.sub("", content)
+    return [*(part for part in parsed if not isinstance(part, str)), *[text] * bool(text)]
+
+
+def _latex(text: str) -> str:
+    """The text with notations that math-verify does not read written as others."""
+    return ROMAN_E.sub(" e ", numbers.as_latex(text))
 
 
 def _equal(gold: Sequence[Any], given: Sequence[Any]) -> bool:
