@@ -234,6 +234,7 @@ def step_of(config, params, batch, run=RUN, mesh=None):
     return metrics, state.params
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_a_frozen_tower_stays_as_it_is():
     """In a step of training on two microbatches, the text model learns as with the tower in training."""
@@ -309,6 +310,7 @@ def test_no_array_has_a_place_for_every_pair_of_patches():
     assert max(shape.count(P) for shape in shapes) == 1 and max(map(math.prod, shapes)) <= P * 240
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_masters_on_the_host_step_as_those_on_the_device():
     """Also with a learning rate of the tower's own."""

@@ -120,6 +120,7 @@ def test_two_processes_train_as_one(place, alone):
     assert lines == ["areax train sft: importing libraries ..."]
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_four_processes_of_two_devices_train_as_one(place, alone):
     layout = ["--mesh.dp", "2", "--mesh.cp", "2", "--mesh.tp", "2"]
@@ -145,6 +146,7 @@ def test_grpo_steps_on_batches_from_process_0(place, count, devices, layout):
     assert agree(place / "grpo-alone", out, place / "model") == 1
 
 
+@pytest.mark.wide
 @pytest.mark.sweep
 @pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters", "tries"], wide=["teacher", "moving reference"]))
 def test_auxiliary_models_and_adapters_are_sharded_too(place, beside):
@@ -158,6 +160,7 @@ def test_auxiliary_models_and_adapters_are_sharded_too(place, beside):
     assert changed > (0.5 if beside == "adapters" else 0.99)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", marked(mesh=["dpo"], wide=["kto", "distill"]))
 def test_preferences_and_teachers_of_two_processes(place, recipe):
     """What learns from given rows: pairs, labels, or a teacher beside the student."""
@@ -227,6 +230,7 @@ def test_a_state_of_two_processes_restores_in_one_and_the_reverse(place):
     assert result((place / "restore-logs/1.log").read_text()) == back
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_memory_to_load_and_to_export_is_that_of_a_shard(tmp_path):
     """Peak resident memory, mapped files included; a quarter of the model, copied once on the CPU, a leaf at a time.
@@ -275,7 +279,7 @@ def test_sys_exit_keeps_its_meaning(place, how, codes):
     logs = place / f"leave-{how}"
     running = jobs.start([[PROGRAM, "leave", how]] * 2, logs)
     try:
-        assert [process.wait(120) for process in running] == codes
+        assert [process.wait(300) for process in running] == codes
     finally:
         jobs.end(running)
     assert ("enough of this" in (logs / "1.log").read_text()) == (how == "text")
@@ -286,7 +290,7 @@ def test_processes_fail_together_once_each_has_saved(place):
     folder = place / "fail"
     running = jobs.start([[PROGRAM, "fail", str(folder)]] * 2, folder)
     try:
-        assert all(process.wait(120) for process in running)
+        assert all(process.wait(300) for process in running)
     finally:
         jobs.end(running)
     assert sorted(path.name for path in folder.glob("*.saved")) == ["0.saved", "1.saved"]
@@ -341,7 +345,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_all(place, number):
         signal.signal(signal.SIGHUP, before)
         jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
         process.send_signal(number)
-        assert process.wait(120) == 130
+        assert process.wait(300) == 130
     hf.verify(out / "model")
     assert json.loads((out / "summary.json").read_text())["steps"] >= 2
 
@@ -352,7 +356,7 @@ def test_processes_with_different_options_are_refused(place):
     command = ["-m", "areax", "train", "sft", *options(place, "other"), "--mesh.fsdp", "2", "--seed"]
     running = jobs.start([[*command, str(i)] for i in range(2)], logs)
     try:
-        codes = {process.wait(120) for process in running}
+        codes = {process.wait(300) for process in running}
     finally:
         jobs.end(running)
     assert {2} <= codes <= {2, 3}  # all find it; the last to say so may find that another was first

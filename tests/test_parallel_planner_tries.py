@@ -92,6 +92,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("family, objective, layout, microbatches", STEPS)

@@ -386,6 +386,7 @@ def test_groups_with_equal_rewards_are_resampled(place):
     assert done["counts"]["accepted"] == 8 and 0 < done["counts"]["stopped"] <= 4 and done["counts"]["dropped"] == 0
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_a_wrapper_is_trained_published_and_served(place, tmp_path):
     """Each version is whole, so that a server can start from it; the vision tower is on the disk once."""
@@ -782,6 +783,7 @@ def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
     same(place, "killed at rest", "unharmed")
 
 
+@pytest.mark.wide
 @pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.mesh

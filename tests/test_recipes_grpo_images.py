@@ -72,6 +72,7 @@ def test_sampler_and_trainer_agree_on_images_over_steps(place, tmp_path, how, in
     assert json.loads((out / "config.json").read_text())["training"]["vision"] == how
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_two_processes_train_as_one(place, tmp_path):
     """Images travel with the groups of process 0, and each process makes the patches."""

@@ -115,6 +115,7 @@ def test_three_labels_and_new_weights(place, tmp_path):
     assert hf.read_config(place / "three/model").score_head == models.ScoreHead(3, bias=True)
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_training_is_the_same_on_a_mesh(place):
     one = prm.main(config(place, "one", steps=2))

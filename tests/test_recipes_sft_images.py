@@ -117,6 +117,7 @@ def test_adapters_of_a_run_are_merged(place, tmp_path):
     }
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_two_processes_train_as_one(place, tmp_path):
     """Each makes the patches of all images, and holds its part of the weights."""

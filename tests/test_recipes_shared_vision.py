@@ -176,6 +176,7 @@ def test_a_critic_reads_images(place, how):
     assert not np.array_equal(head["score"], critic.state.params["score"])
 
 
+@pytest.mark.wide
 @pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize(

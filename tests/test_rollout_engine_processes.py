@@ -202,6 +202,7 @@ def test_an_engine_over_processes_has_the_bits_of_one(tmp_path, case, mesh, draf
     assert json.loads(said.partition("RESULT ")[2]) == wanted
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_processes_that_cannot_serve_together_are_refused(models, tmp_path):
     """In a line of process 0; the other names it."""

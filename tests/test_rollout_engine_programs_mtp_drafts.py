@@ -109,6 +109,7 @@ def test_drafts_change_no_bit(case):
     check_bits(case)
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_samples_are_those_of_drafts_from_texts():
     asked = requests("qwen3_next")[:6]
@@ -131,6 +132,7 @@ def test_drafts_change_no_bit_over_devices(case, split):
     check_bits(case, mesh=split)
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_keys_and_values_in_eight_bits():
     check_bits("glm4_moe", kept="float8")

@@ -137,7 +137,8 @@ class Watch:
     def _end(self, line: str) -> None:
         if not self._once.acquire(blocking=False):
             return
-        print(f"{line}; ending {self.name}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{line}; ending {self.name}\n")  # in one piece: what JAX logs meanwhile is on other lines
+        sys.stderr.flush()
         lost.set()
         if self.index:
             os._exit(LOST)
