@@ -97,11 +97,6 @@ def bind(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def bound(tokenizer: Any) -> dict[str, Any]:
-    """The variables that `bind` gave to the chat template."""
-    return dict(getattr(tokenizer.apply_chat_template, "keywords", {}))
-
-
 def save(tokenizer: Any, path: str | Path) -> None:
     """Writes the tokenizer's files into a folder, chat template included.
 

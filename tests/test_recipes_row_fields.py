@@ -135,6 +135,8 @@ REFUSED = {  # (fields, the error)
                       "in tool_calls"),
     "images of a model of text": ({"prompt": "Hi?", "images": ["a.png"]}, "reads no images"),
     "other parts": ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text or an image, got 'audio'"),
+    "arguments that are no object": ({"messages": [ASK, call('{"city": '), ASK]}, "an object or its JSON"),
+    "arguments that are a list": ({"messages": [ASK, call([1]), ASK]}, "an object or its JSON"),
     "a weight": ({"messages": [ASK, {"role": "assistant", "content": "A", "weight": 0.5}, ASK]},
                  "weight must be 0 or 1"),
     "reasoning of another type": ({"messages": [ASK, {"role": "assistant", "content": "A", "thinking": ["x"]}, ASK]},

@@ -179,7 +179,10 @@ def check(messages: Sequence[Message]) -> None:
         if not (isinstance(message.get("content"), str | list) or calls):
             raise ValueError(f"a message needs a role and a content, a text, got {str(message)[:80]}")
         if calls and not (isinstance(calls, list) and all(map(_called, calls))):
-            raise ValueError(f"tool_calls must be a list of function calls with name and arguments, got {calls!r:.80}")
+            raise ValueError(
+                "tool_calls must be a list of calls {'function': {'name', 'arguments'}}, the arguments an object or "
+                f"its JSON, got {calls!r:.120}"
+            )
         if not isinstance(reasoning(message), str):
             raise ValueError(f"a message's reasoning must be a text, got {reasoning(message)!r:.80}")
         if message.get("weight") not in (None, 0, 1):
@@ -190,7 +193,13 @@ def check(messages: Sequence[Message]) -> None:
 
 def _called(call: Any) -> bool:
     function = call.get("function") if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and "arguments" in function
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+        return False
+    arguments = function.get("arguments")
+    try:
+        return isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, Mapping)
+    except ValueError:
+        return False
 
 
 def texts(messages: Sequence[Message]) -> list[str]:

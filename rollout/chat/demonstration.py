@@ -68,7 +68,7 @@ def encoded(
         raise ValueError("a demonstration needs an assistant's message to learn, got weight 0 for each of them")
     text = template.render(tokenizer, talk.messages, talk.tools, talk.variables, ask=False)
     spans, ends = _spans(tokenizer, talk, text, wanted, tokenizer.convert_ids_to_tokens(end))
-    lost = _lost(tokenizer, talk, text) if wanted[-1] == len(talk.messages) - 1 else ""
+    lost = _lost(tokenizer, talk, text, spans[-1]) if wanted[-1] == len(talk.messages) - 1 else ""
     ids, mask = _tokens(tokenizer, text, spans)
     if not ends:
         ids, mask = [*ids, end], [*mask, True]
@@ -183,14 +183,17 @@ def _stop(tokenizer: Any, text: str, start: int, end: str) -> int | None:
     return stop
 
 
-def _lost(tokenizer: Any, talk: Conversation, text: str) -> str:
-    """The first part of the last turn that is not in the text; "" = all are."""
+def _lost(tokenizer: Any, talk: Conversation, text: str, span: Span) -> str:
+    """The first part of the last turn that is not in the text, of which `span` is learnt; "" = all are."""
     *before, answer = talk.messages
-    prompt = template.render(tokenizer, before, talk.tools, talk.variables, ask=True)
-    written = _unspaced(text[len(os.path.commonprefix([prompt, text])) :])
     content = images.words(answer.get("content"))
     parts = [conversation.reasoning(answer), *re.split(r"</?think>", content)]
     parts += [call["function"]["name"] for call in answer.get("tool_calls") or ()]
+    written = _unspaced(text[slice(*span)])
+    if all(_unspaced(part) in written for part in parts):
+        return ""
+    prompt = template.render(tokenizer, before, talk.tools, talk.variables, ask=True)
+    written = _unspaced(text[len(os.path.commonprefix([prompt, text])) :])
     return next((part.strip() for part in parts if _unspaced(part) not in written), "")
 
 

@@ -257,7 +257,7 @@ def _hash(image: Image) -> str:
 
 def _canonical(arguments: Any) -> str:
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
     except (TypeError, ValueError):
         return str(arguments)
 
@@ -267,7 +267,7 @@ def _likeness(answer: Answer, sent: Mapping[str, Any]) -> tuple[bool, bool, bool
     ids = [call.get("id") for call in sent.get("tool_calls") or ()]
     return (
         ids == [call.id for call in answer.tool_calls],
-        (sent.get("reasoning_content") or "") == answer.reasoning,
+        conversation.reasoning(sent) == answer.reasoning,
         (sent.get("content") or "") == answer.content,
     )
 
