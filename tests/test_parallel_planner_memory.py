@@ -49,8 +49,10 @@ def kept(config, run, rows, length, flattened=0) -> int:
     token_BT, place_BA = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (length, flattened))
 
     def closure(params, token_BT, place_BA):
-        trie = Trie(token_BT, token_BT, token_BT, place_BA, models.trie_alignment(config)) if flattened else None
-        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config, run=run, trie=trie)
+        suited = models.trie_alignment(config), models.trie_lengths(config)
+        trie = Trie(token_BT, token_BT, token_BT, place_BA, *suited) if flattened else None
+        how = dict(config=config, run=run, trie=trie, length_BT=token_BT)
+        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, **how)
         return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
     jaxpr = jax.make_jaxpr(closure)(param.abstract(models.table(config)), token_BT, place_BA).jaxpr

@@ -151,7 +151,10 @@ def model(case):
     if case in CASES:
         config, std = models.config_from_hf({"model_type": case.split()[0]} | TINY | CASES[case]), 0.16
     else:
-        config, std = tiny_families.config(case, vocab_size=TINY["vocab_size"], eos_token_id=TINY["eos_token_id"]), 0.2
+        same = {"vocab_size": TINY["vocab_size"], "eos_token_id": TINY["eos_token_id"]}
+        if case == "phi3":  # rope that changes while a sequence grows is that of test_rollout_engine_long_rope
+            same["original_max_position_embeddings"] = 4096
+        config, std = tiny_families.config(case, **same), 0.2
     return config, tiny.weights(models.table(config), std)
 
 

@@ -68,8 +68,8 @@ OPTIONS: dict[str, dict] = {
     "olmo2": dict(attention_bias=True, tie_word_embeddings=True),
     "olmo3": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=7),
     "phi3": dict(
-        sliding_window=7, original_max_position_embeddings=20,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 1e2, "partial_rotary_factor": 0.5, "factor": 4.0,
+        head_dim=4, sliding_window=7, original_max_position_embeddings=20,  # transformers needs hidden_size / heads
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e2, "partial_rotary_factor": 1.0, "factor": 4.0,
                          "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]},
     ),
     "qwen2": {},
