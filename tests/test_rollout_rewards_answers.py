@@ -62,6 +62,13 @@ def test_thoughts_are_not_part_of_an_answer(text, answer):
         f"````text\n```python\nbad\n```\n````\n~~~~python\n{F}~~~~",
         f"Use `x` or ``` ``` inline.\n```python\n{F}```",
         "   ```python\n   def f(x):\n       return x + 1\n   ```",
+        # fences within lines
+        f"<answer>```python\n{F}```</answer>",
+        f"Solution: ```python\n{F}```\nIt prints:\n```\n2\n```",
+        f"```python\n{F.rstrip()}```",
+        f"```python\n{F.rstrip()}```\nDone.",
+        f"```\n{F.rstrip()}```",
+        f"**Solution** ```Python3\n{F}```.",
         # containers
         "1. So:\n   ```python\n   def f(x):\n       return x + 1\n   ```\n2. Done.",
         "- So:\n\n  - Look:\n\n    ```python\n    def f(x):\n        return x + 1\n    ```\n",
@@ -93,7 +100,24 @@ def test_no_program(text):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "piece",
-    ["```\n", "~~~\n```\n", "> ", "- ", "- a\n", "1. ", "    ", "[a]: ", "`", "*", "<think>", "</think>", "<a>\n"],
+    [
+        "```\n",
+        "~~~\n```\n",
+        "> ",
+        "- ",
+        "- a\n",
+        "1. ",
+        "    ",
+        "[a]: ",
+        "`",
+        "*",
+        "<think>",
+        "</think>",
+        "<a>\n",
+        "a",
+        "a ```python\n",
+        "```python a",
+    ],
 )
 def test_long_texts_are_read_quickly(piece):
     with cpu.limit(2):
