@@ -54,6 +54,7 @@ def test_a_score(reply, share):
         ("7 (0-10)", 0.7),
         ("0-10: 7", 0.7),
         ("8 points", 0.8),
+        ("There are 5 reasons for a score of 9", 0.9),
         ("80%", 0.8),
         ("3/4 right, so 6", 0.6),
         ("great: 12!", 1.2),

@@ -27,7 +27,7 @@ _NUMBER = "(?>[0-9]+(?:[.][0-9]+)?)"
 _MARKS = r"[\s*_`\"()\[\]]*"  # of Markdown and JSON, and brackets
 _OUT_OF = rf"(?:{_MARKS}(?:/|out\s+of|of|(?=%)){_MARKS}(?P<of>{_NUMBER}|%))?"
 SCORE = rf"(?i:score)(?:\s*\(?out\s+of\s+{_NUMBER})?{_MARKS}[:=][\s*_`()\[\]:]*(-?{_NUMBER})(?![.,][0-9]){_OUT_OF}"
-LAST = rf"(?<![0-9.,/])(?<!of )(-?{_NUMBER}){_OUT_OF}(?:\s*points?)?\W*\Z"  # the text ends in the number
+LAST = rf"(?<![0-9.,/])(?<!out of )(-?{_NUMBER}){_OUT_OF}(?:\s*points?)?\W*\Z"  # the text ends in the number
 RANGE = re.compile(
     rf"(?:(?:on a scale )?(?:from|of|between)\s+)?({_NUMBER})\s*(?:[-\u2013\u2014,]|to|and|\.\.+)\s*({_NUMBER})"
 )
