@@ -3,7 +3,7 @@
 import cpu
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax.rollout.chat import json_types
@@ -81,6 +81,7 @@ def _joined(inner):
     return st.builds(lambda a, b: {**a, **b}, inner, parts)
 
 
+@settings(max_examples=30)
 @given(st.recursive(LEAVES, _joined, max_leaves=8))
 def test_the_types_are_those_of_all_valid_values(schema):
     kinds = types(schema)

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from math_verify import parse
 
@@ -42,6 +42,7 @@ def _tree(inner):
     )  # fmt: skip
 
 
+@settings(max_examples=12)  # math-verify takes its time to parse
 @given(st.recursive(LEAVES, _tree, max_leaves=5))
 def test_the_value_of_an_expression_is_exact(pair):
     latex, value = pair

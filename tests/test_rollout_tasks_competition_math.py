@@ -104,11 +104,11 @@ def test_the_reward_of_an_answer(text, answer, score):
 def test_the_reward_works_in_a_thread():
     scores = []
     thread = threading.Thread(
-        target=lambda: scores.extend(competition_math.reward(text, {"answer": answer}) for text, answer, _ in PAIRS)
+        target=lambda: scores.extend(competition_math.reward(text, {"answer": answer}) for text, answer, _ in PAIRS[:9])
     )
     thread.start()
     thread.join()
-    assert scores == [score for _, _, score in PAIRS]
+    assert scores == [score for _, _, score in PAIRS[:9]]
 
 
 def test_an_answer_that_takes_too_long_to_compute_is_wrong(monkeypatch):
