@@ -130,6 +130,7 @@ def test_a_recipes_own_option_of_that_name_is_no_alias():
             "the name of their option, as in --model Qwen/Qwen3-0.6B, got Qwen/",
         ),
         ("eval", "Qwen/Qwen3-0.6B", "areax eval: values need the name of their option, as in --model Qwen/Qwen3-0.6B"),
+        ("train sft", "trainer.epochs=3", "values need the name of their option, got trainer.epochs=3; see"),
         ("train grpo", "--grups 3", "unrecognized options: --grups; did you mean --groups?; see"),
         ("train grpo", "--tp 2", "unrecognized options: --tp; did you mean --mesh.tp?; see"),
     ],

@@ -13,6 +13,7 @@ import tiny_families
 
 from areax import models
 from areax.adapters import cli
+from areax.adapters.command_line import help
 from areax.adapters.commands import suggest
 from areax.adapters.launch import devices as launch_devices
 from areax.core import param
@@ -98,6 +99,19 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
         json.loads(run(capsys, "grpo", *options, "--rows", 8, "--sample-tokens", n, "--json")) for n in (64, 32)
     )
     assert half["microbatches"] == whole["microbatches"] / 2 == 1
+
+
+@pytest.mark.parametrize(
+    "recipe", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "distill", "grpo"))]
+)
+def test_a_plan_advises_options_that_its_recipe_has(capsys, tmp_path, recipe):
+    large = {**HF, "hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 16}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    more = ["--teacher", tmp_path] if recipe == "distill" else []
+    more += ["--objective.kl.coef", 0.1] if recipe == "grpo" else []
+    said = run(capsys, recipe, "--model", tmp_path, "--length", 512, "--rows", 1, "--chip", "h100", *more, code=1)
+    advised = re.findall(r"--([a-z][\w.-]*)", re.search("^fits with .*", said, re.M)[0])
+    assert advised and {*advised} <= help.names(cli._recipe(recipe, "plan")[0].Config)
 
 
 @pytest.mark.slow

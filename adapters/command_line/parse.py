@@ -96,7 +96,7 @@ def _unnamed(arguments: Sequence[str], known: set[str]) -> str:
         if advice := other_names.hint(name, known):
             return f"there is no {word}; {advice}"
     if arguments and not arguments[0].startswith("-"):
-        example = f", as in --model {arguments[0]}" if "model" in known else ""
+        example = f", as in --model {arguments[0]}" if "model" in known and "=" not in arguments[0] else ""
         return f"values need the name of their option{example}, got {arguments[0]}"
     return ""
 

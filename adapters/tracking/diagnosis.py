@@ -95,7 +95,7 @@ CONDITIONS = (
     ),
     Condition(
         "no_learnt_tokens", (("learnt_tokens", "is", 0),), "no token is learnt: every loss mask is empty",
-        "check that rows have a completion or an assistant's turn, that --learn fits the chat template, and --length",
+        "check that rows have a completion or an assistant's turn, which the chat template shows, and --length",
     ),
     Condition(
         "no_gradient", (("grad_norm", "is", 0),), "the gradient is zero",

@@ -110,6 +110,7 @@ class Job:
         them.
       reference: one of them uses other weights, held in addition: "" = none; "device", or "host", where they are while
         a step is taken.
+      reference_moves: the recipe can keep it on the host.
       reference_dtype: of its matrices; "" = that of the computation.
       platform: platform of the devices, which determines the chunk size of logits.
       optim: as in a recipe's Config.
@@ -150,6 +151,7 @@ class Job:
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: float = 0
     reference: Literal["", "device", "host"] = ""
+    reference_moves: bool = True
     reference_dtype: str = ""
     platform: str = "cpu"
     optim: Optimizer = Optimizer()

@@ -22,7 +22,7 @@ def cheaper(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
     optim = job.optim
     if job.remat != "full":
         yield "--run.remat full", lambda job: replace(job, remat="full")
-    if job.adapters is None and job.reference == "device":
+    if job.adapters is None and job.reference == "device" and job.reference_moves:
         yield "--offload-reference", lambda job: replace(job, reference="host")
     if optim.name != "adafactor" and optim.state == "float32":
         yield "--optim.state float8", lambda job: replace(job, optim=replace(job.optim, state="float8"))
