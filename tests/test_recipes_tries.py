@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import forks
 import jax
 import job_program
 import numpy as np
@@ -17,7 +18,7 @@ from areax.adapters.tracking import run_dir
 from areax.core import losses, packing
 from areax.parallel.mesh import Layout
 from areax.recipes import distill, grpo, preference, prm, sft
-from areax.recipes.shared import trainer, tries
+from areax.recipes.shared import common, trainer, tries
 from areax.rollout.types import Completion, sampled
 
 SYSTEM = "1+2+3+4+5+6+7+"  # in front of every prompt
@@ -182,3 +183,18 @@ def test_runs_without_tries_say_why_in_one_line(place, changes, words, capsys):
     assert tries.packer(config, settings) is packing.pack
     assert capsys.readouterr().err == f"--trie auto has no effect: {words}\n"
     assert tries.packer(replace(config, trie="off"), settings) is packing.pack and not capsys.readouterr().err
+
+
+def test_rope_that_depends_on_the_length_keeps_samples_apart_and_is_said_in_one_line(capsys):
+    """Samples longer than 20 tokens share with each other; a run whose completions may cross that length is told."""
+    settings = tiny_families.config("phi3")
+    pack = tries.packer(sft.Config(model="", data="", trie="auto"), settings)
+    batch = pack(forks.samples(), 96, rows=2)
+    assert batch.trie.apart == models.trie_lengths(settings) == (20,)
+    common.note_rope(settings, 20)
+    common.note_rope(tiny_families.config("qwen3"), 96)
+    assert not capsys.readouterr().err
+    common.note_rope(settings, 21)
+    said = capsys.readouterr().err
+    assert said.startswith("rope of sequences longer than 20 tokens differs: ") and said.count("\n") == 1
+    assert "--length 20 avoids it" in said
