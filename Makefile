@@ -1,12 +1,14 @@
 # Everything runs from a fresh checkout with Python 3.11 or newer, pip and make; `make help` lists it.
 # Packages are installed into .venv, in the versions of constraints.txt; stamp files prevent reinstalling them.
+# Another environment beside it: `make test venv=.venv-3.13 PYTHON=python3.13`; `constraints=` takes the newest versions.
 
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 
 venv := .venv
 py := $(venv)/bin/python
-pip := $(py) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+constraints := constraints.txt
+pip := $(py) -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(constraints))
 runtime := $(venv)/.runtime# for users
 vision := $(venv)/.vision# also what reads images
 dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
@@ -22,7 +24,7 @@ both = -n 2 --dist worksteal# two processes with whole files each; the first to 
 three = -n 3 --dist worksteal# on two cores: a sixth of the time, tests wait for timeouts and other processes
 # XLA compiles in a fifth of the time: unoptimised, with its older code generator, in one thread. What runs is tiny.
 fast = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
-  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
+  --xla_cpu_parallel_codegen_split_count=1 $(if $(constraints),--xla_cpu_use_fusion_emitters=false)# not in JAX 0.12
 # Collects only files that have the mark: importing all of them takes longer than some marks' tests.
 # What the mark `wide` has moved out of another mark's target runs in `make test-wide`.
 marked = -m "$(1)$(if $(filter wide,$(1)),, and not wide)" \
@@ -38,7 +40,7 @@ help: ## list the targets
 .PHONY: install
 install: $(dev) ## install areax (editable) and everything its tests need into .venv
 
-$(runtime): pyproject.toml setup.py __init__.py constraints.txt
+$(runtime): pyproject.toml setup.py __init__.py $(constraints)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: areax needs Python 3.11 or newer, $(PYTHON) is older; make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "installing areax into $(venv): a minute or two, once"
@@ -52,7 +54,7 @@ $(vision): $(runtime)
 
 $(dev): $(runtime)
 	@echo "installing torch and the test tools into $(venv): a minute or two, once"
-	@$(pip) "$$(grep '^torch==' constraints.txt)"
+	@$(pip) torch
 	@$(pip) --editable '.[examples,test]'
 	@touch $@
 
@@ -80,6 +82,17 @@ demo-holds: $(runtime) ## check the last demo and its controls against docs/demo
 test: export XLA_FLAGS += $(fast)
 test: $(dev) ## run the core of every part's tests, a few minutes on two cores
 	$(py) -m pytest -q $(three)
+
+.PHONY: test-newest
+test-newest: ## run `make test` with the newest libraries that pip finds for PYTHON, in .venv-newest; remove it to look again
+	$(MAKE) test venv=.venv-newest constraints=
+
+.PHONY: test-oldest
+test-oldest: ## run `make test` with the oldest libraries that pyproject.toml allows, in .venv-oldest, on Python 3.11
+	@mkdir -p .cache
+	@$(PYTHON) tests/oldest.py > .cache/oldest.new
+	@cmp --silent .cache/oldest.new .cache/oldest.txt || mv .cache/oldest.new .cache/oldest.txt
+	$(MAKE) test venv=.venv-oldest constraints=.cache/oldest.txt
 
 .PHONY: test-docs
 test-docs: export XLA_FLAGS += $(fast)
