@@ -1,7 +1,11 @@
 """The tables of tested versions in docs/releases.md are those of the files that continuous integration uses."""
 
 import re
+import tomllib
 
+import oldest
+import packaging.version
+import pytest
 import version_table
 
 PAGE = version_table.PAGE.read_text()
@@ -50,3 +54,21 @@ def test_versions_that_are_allowed_include_those_that_are_tested():
         needs, tested, _ = rows(version_table.tables())[name]
         if "-" not in (needs, tested):
             assert number(tested) >= number(needs.removeprefix(">=")), name
+
+
+def test_the_oldest_versions_are_the_bounds_of_every_requirement():
+    """None is above the version that is tested."""
+    project = tomllib.loads((version_table.ROOT / "pyproject.toml").read_text())["project"]
+    versions, tested = oldest.oldest(project), version_table.pinned("constraints.txt")
+    assert versions["jax"] == "0.10.2" and {"torch", "trl", "lm-eval", "sglang"} <= versions.keys()
+    normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+    pinned = {normal(name): packaging.version.parse(version) for name, version in tested.items()}
+    for name, version in versions.items():
+        if name != "sglang":
+            assert packaging.version.parse(version) <= pinned[normal(name)], name
+
+
+@pytest.mark.parametrize("other", ["numpy", "numpy~=2.1", "numpy>=2.1,<3", "numpy>=2.2"])
+def test_requirements_without_one_oldest_version_are_refused(other):
+    with pytest.raises(ValueError, match=r"must be NAME>=VERSION, with one version each, got 'numpy"):
+        oldest.oldest({"dependencies": ["numpy>=2.1"], "optional-dependencies": {"x": ["scipy>=1", other]}})
