@@ -260,7 +260,7 @@ def test_the_length_of_a_sequence_decides_for_all_of_its_tokens(options):
 
 
 def test_options_that_change_nothing_and_those_of_families_are_kept():
-    others = {"finetuned": True, "attn_factor": 1, "llama_4_scaling_beta": 0.1}
+    others = {"finetuned": True, "attn_factor": 1, "apply_yarn_scaling": True, "llama_4_scaling_beta": 0.1}
     hf = {"rope_parameters": {**YARN, **others}, "max_position_embeddings": 96}
     new = rope.to_hf(rope.from_hf(hf, others=("llama_4_scaling_beta",)), hf)
     for spelling in ("rope_parameters", "rope_scaling"):
@@ -272,6 +272,7 @@ def test_options_that_change_nothing_and_those_of_families_are_kept():
     [
         ({**YARN, "attn_factor": 0.9}, "yarn does not use, got attn_factor 0.9; state attention_factor, the whole"),
         ({**YARN, "extrapolation_factor": 0.5}, "does not use, got extrapolation_factor 0.5; remove it"),
+        ({**YARN, "apply_yarn_scaling": False}, "got apply_yarn_scaling False; remove it"),
         ({**YARN, "llama_4_scaling_beta": 0.1}, "got llama_4_scaling_beta 0.1"),
         ({**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2}, "longrope does not use, got short_mscale 1.1"),
         ({"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "dynamic does not use, got alpha 1000.0"),

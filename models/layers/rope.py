@@ -35,6 +35,7 @@ UNUSED: dict[str, Any] = {  # options of other programs -> the value with which 
     "factor": 1.0,
     "attn_factor": 1.0,  # vLLM multiplies it into the magnitude, transformers ignores it
     "extrapolation_factor": 1.0,
+    "apply_yarn_scaling": True,
     "finetuned": None,
     "mrope_section": None,  # of text, whose positions are the same on all axes
     "mrope_interleaved": None,
