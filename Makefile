@@ -188,13 +188,18 @@ $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 .PHONY: test-clients
 test-clients: export XLA_FLAGS += $(fast)
 test-clients: export AREAX_PYTHON := $(CURDIR)/$(py)
-test-clients: $(dev) $(clients)/.done ## test that langchain, pydantic-ai and litellm work with `areax serve` (installs them)
+test-clients: export AREAX_NPM := $(CURDIR)/$(clients)/npm
+test-clients: $(dev) $(clients)/.done ## test that clients in Python and JavaScript (needs npm) work with `areax serve` (installs them)
 	$(clients)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
 
-$(clients)/.done: tests/clients/requirements.txt
+$(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json package-lock.json .npmrc)
+	@{ command -v node && command -v npm; } > /dev/null || { echo "make: the tests of clients need Node.js 20 or newer" \
+	  "and npm, which are not both in PATH; install them (Debian: apt install nodejs npm)" >&2; exit 2; }
 	@echo "installing the clients into $(clients): a minute, once"
 	@$(PYTHON) -m venv $(clients)
 	@$(clients)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@mkdir -p $(clients)/npm && cp $(filter-out $<,$^) $(clients)/npm
+	@cd $(clients)/npm && npm ci --silent --no-audit --no-fund
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 QUIET = {  # else some report, or look something up, elsewhere
+    "AI_SDK_LOG_WARNINGS": "false",
     "LANGCHAIN_TRACING_V2": "false", "LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_TELEMETRY": "False", "OTEL_SDK_DISABLED": "true", "NO_PROXY": "127.0.0.1",
     "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1",

@@ -80,6 +80,30 @@ def test_langchain_forces_a_tool(url):
     assert langchain(url, presence_penalty=0.5, max_tokens=3).invoke("#add").response_metadata["finish_reason"]
 
 
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_asks_for_one_call_and_gets_cut_ones(url, responses):
+    model = langchain(url, use_responses_api=responses)
+    calls = [
+        model.bind_tools([add], parallel_tool_calls=several).invoke("#twice").tool_calls for several in (False, True)
+    ]
+    assert [[call["args"] for call in made] for made in calls] == [
+        [{"a": 3, "b": 4}],
+        [{"a": 3, "b": 4}, {"a": 5, "b": 6}],
+    ]
+    cut = langchain(url, use_responses_api=responses, max_tokens=7).bind_tools([add]).invoke("#twice")
+    assert cut.text == "Twice." and len(cut.tool_calls) == 1
+    results = [ToolMessage("?", tool_call_id=call["id"]) for call in [*cut.tool_calls, *cut.invalid_tool_calls]]
+    again = model.bind_tools([add]).invoke([HumanMessage("#twice"), cut, *results])
+    assert again.text == "It is 3.5."
+
+
+def test_langchain_continues_by_the_ids_of_responses(url):
+    model = langchain(url, use_responses_api=True, use_previous_response_id=True).bind_tools([add])
+    first = model.invoke([HumanMessage("#add")])
+    result = ToolMessage("3.5", tool_call_id=first.tool_calls[0]["id"])
+    assert model.invoke([HumanMessage("#add"), first, result]).text == "It is 3.5."
+
+
 def test_langchain_hears_what_cannot_be_had(url):
     with pytest.raises(openai.BadRequestError, match="presence_penalty: must be in"):
         langchain(url, presence_penalty=2.5).invoke([HumanMessage("#add")])
