@@ -184,6 +184,9 @@ def test_demonstrations_and_preferences_have_their_images(tokens, processor):
     made = offline.demonstrations(tokens, "all", processor)({"messages": both, "images": [SECOND, FIRST]})
     assert [image.data for image in made.images] == [SECOND, FIRST] and (made.tokens == vlm.IMAGE).sum() == 13
     assert tokens.decode(made.tokens[made.mask].tolist()) == "b<|im_end|>d<|im_end|>"
+    after = {"messages": both[:3], "images": [FIRST, SECOND]}  # the user's last word is not among the tokens
+    made = offline.demonstrations(tokens, "all", processor)(after)
+    assert [image.data for image in made.images] == [FIRST] and (made.tokens == vlm.IMAGE).sum() == 4
     sample = offline.sampler(tokens, processor)
     pair = [sample({"prompt": "a", "image": FIRST}, answer) for answer in ("b", "c")]
     assert [tokens.decode(s.tokens[s.mask].tolist()) for s in pair] == ["b<|im_end|>", "c<|im_end|>"]

@@ -205,3 +205,37 @@ def test_masks_are_the_marks_of_trl(name):
                 more, before = text[slice(*found.span())], text[: found.end()]
                 assert not more.strip() or any(p and p.startswith(before.rstrip("\n")) for p in prompts), (more, learn)
             assert not [1 for a, b in zip(mask, marks, strict=False) if a > b]
+
+
+INSIDE = "<think>\nI greet.\n</think>\n\nHello."
+LEARNT = {  # (template, row) -> what is learnt
+    ("qwen3", "Hello."): "<think>\n\n</think>\n\nHello.<|im_end|>",
+    ("qwen3", INSIDE): INSIDE + "<|im_end|>",
+    ("qwen3_5_think", "Hello."): "\n</think>\n\nHello.<|im_end|>",
+    ("qwen3_5_think", INSIDE): "I greet.\n</think>\n\nHello.<|im_end|>",
+    ("qwen3_5_nothink", "Hello."): "Hello.<|im_end|>",
+    ("qwen3_5_nothink", INSIDE): "I greet.\n</think>\n\nHello.<|im_end|>",
+    ("llama3", " Hello. \n"): "Hello.<|eot_id|>",
+    ("llama3", "Hello.<|eot_id|>"): "Hello.<|eot_id|>",
+    ("gemma", " Hello. \n"): "Hello.<end_of_turn>",
+    ("gptoss", "Hello."): "<|channel|>final<|message|>Hello.<|return|>",
+    ("deepseek_r1_distill", "Hello."): "Hello.<｜end▁of▁sentence｜>",
+}
+
+
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_an_answer_is_learnt_as_the_template_writes_it(learn):
+    for (name, said), wanted in LEARNT.items():
+        TOKENS.chat_template = TEMPLATES[name]
+        for row in (
+            {"prompt": "Hi?", "completion": said},
+            {"messages": [USER, {"role": "assistant", "content": said}]},
+        ):
+            ids, mask = chat_sft.demonstration(TOKENS, row, learn)
+            assert TOKENS.decode([id for id, wanted in zip(ids, mask, strict=True) if wanted]) == wanted, name
+
+
+def test_a_thought_that_the_template_drops_is_not_lost_unseen():
+    TOKENS.chat_template = TEMPLATES["deepseek_r1_distill"]
+    with pytest.raises(ValueError, match="leaves out 'I greet.' of the last message"):
+        chat_sft.demonstration(TOKENS, {"prompt": "Hi?", "completion": INSIDE}, "last")

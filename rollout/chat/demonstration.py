@@ -73,7 +73,7 @@ def encoded(
     if not ends:
         ids, mask = [*ids, end], [*mask, True]
     ids = template.known(tokenizer, ids, *conversation.texts(talk.messages))
-    return Demonstration(ids, mask, images.of(talk.messages), lost)
+    return Demonstration(ids, mask, images.of(talk.messages[: wanted[-1] + 1]), lost)
 
 
 def _wanted(messages: Sequence[Message], learn: Learn) -> list[int]:
@@ -110,6 +110,11 @@ def _spans(tokenizer: Any, talk: Conversation, text: str, wanted: Sequence[int],
         start, after = _added(tokenizer, talk, i, text)
         stop = _stop(tokenizer, after, start, end) if start else None
         if not (start and text.startswith(after[:stop])):
+            if i == len(talk.messages) - 1:
+                raise ValueError(
+                    "chat: the chat template renders what is before the last message differently with it, so it "
+                    "follows no prompt; take another template"
+                )
             raise ValueError(
                 f"chat: the chat template renders message {i} differently once others follow, so no sequence has all "
                 'turns as generated; use learn "last", or a template with {% generation %} blocks'
@@ -162,12 +167,13 @@ def _added(tokenizer: Any, talk: Conversation, i: int, text: str) -> tuple[int, 
     after = text if last else show(talk.messages[: i + 1], False)
     if after.startswith(before):
         return len(before), after
-    # The generation prompt opens what this turn does not have, such as reasoning.
-    said = {"role": "assistant", "content": STAND_IN[0]}
-    if conversation.reasoning(talk.messages[i]):
-        said["reasoning_content"] = STAND_IN[0]
-    head = os.path.commonprefix([before, show([*talk.messages[:i], said], False)])
-    return len(head) if after.startswith(head) and head.startswith(show(talk.messages[:i], False)) else 0, after
+    # The generation prompt opens what this turn does not have, such as reasoning, or closes what it has.
+    history, said = show(talk.messages[:i], False), {"role": "assistant", "content": STAND_IN[0]}
+    for other in (said, {**said, "reasoning_content": STAND_IN[0]}):
+        head = os.path.commonprefix([before, show([*talk.messages[:i], other], False)])
+        if after.startswith(head) and head.startswith(history):
+            return len(head), after
+    return 0, after
 
 
 def _stop(tokenizer: Any, text: str, start: int, end: str) -> int | None:
