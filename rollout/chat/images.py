@@ -177,7 +177,7 @@ def text(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     for part in content:
-        if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+        if not (isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ValueError(f"a part of a message must be text or an image, got {kind!r:.80}")
     return "".join(part["text"] for part in content)
