@@ -95,6 +95,6 @@ def test_ends_that_the_files_of_a_model_do_not_name_are_said(capsys):
     config = models.config_from_hf({**tiny.HF, "vocab_size": len(tokens), "eos_token_id": 0})
     common.say_added_ends("base", config, tokens)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("base: its files name no end <|im_end|>, with which its tokenizer ends a turn or text;")
+    assert line.startswith("base: config.json and generation_config.json do not name <|im_end|>, with which its")
     common.say_added_ends("chat", dataclasses.replace(config, eos=(0, tokenizer.end_of_turn(tokens))), tokens)
     assert capsys.readouterr().err == ""

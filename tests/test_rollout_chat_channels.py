@@ -13,6 +13,7 @@ from areax.rollout.chat.channels import MARKERS
 from areax.rollout.chat.parsers import Answer, Parser, Text, ToolCall, parse
 from areax.rollout.chat.session import Session
 from areax.rollout.types import Completion, Sampling
+from areax.rollout.workflows import multi_turn
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>Two and two.<|end|>", "<|channel|>final<|message|>four"
 NEXT = "<|start|>assistant"
@@ -107,3 +108,24 @@ def test_other_formats_are_read_as_before():
     tokens = tokenizer.character("<think>/abc.")
     ids = [*tokens.encode("<think>ab</think>c", add_special_tokens=False), tokens.eos_token_id]
     assert answers.text(tokens, ids) == "<think>ab</think>c" and answers.completing(tokens, ids, [3, 99]) == [2, 18]
+
+
+def test_a_turn_behind_a_call_continues_its_tokens(tmp_path):
+    source = 'def add(a: int) -> int:\n    """Adds.\n\n    Args:\n      a: a number.\n    """\n    return a + 1\n'
+    (tmp_path / "tools.py").write_text(source)
+    turns, heard = iter([(ANALYSIS + NEXT + CALL, "<|call|>"), (ANALYSIS + NEXT + FINAL, "<|return|>")]), []
+
+    async def generate(tokens, **sampling):
+        heard.append(TOKENS.decode(tokens))
+        text, end = next(turns)
+        ids = TOKENS.encode(text + end, add_special_tokens=False)
+        return Completion(tokens=ids, logp=[-1.0] * len(ids), version=[0] * len(ids), finish="stop")
+
+    async def reward(text, row, **context):
+        return float(text == "four")
+
+    how = dict(tokenizer=TOKENS, reward=reward, sampling=Sampling(), tools=[f"{tmp_path}/tools.py:add"])
+    [sample] = asyncio.run(multi_turn.tool_loop(generate, {"prompt": "2+2?"}, **how))
+    assert sample.reward == 1.0 and set(sample.turn) == {0, 1}
+    added = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
+    assert heard[1] == f"{heard[0]}{ANALYSIS}{NEXT}{CALL}<|call|>{added}"

@@ -138,8 +138,8 @@ def say_added_ends(model: str, config, tokens) -> None:
     if added and jax.process_index() == 0:
         names = ", ".join(map(tokens.convert_ids_to_tokens, added))
         progress.say(
-            f"{model}: its files name no end {names}, with which its tokenizer ends a turn or text; completions end "
-            "there too, and exports name it"
+            f"{model}: config.json and generation_config.json do not name {names}, with which its tokenizer ends a "
+            "turn or a text; completions end there too, and exports name it"
         )
 
 

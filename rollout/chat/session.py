@@ -189,6 +189,8 @@ class Session:
         else:  # or as the template renders the answer, for example with other white space in a call
             spoken = template.render(tokenizer, parent.conversation, parent.tools, parent.template, ask=False)
             parts = (answer.reasoning, answer.content)
+            if stopped and spoken.endswith(stop := tokenizer.decode(tokens[-1:])):  # one behind calls, such as <|call|>
+                end = stop
             added = template.continuation(parent.before, spoken, now, texts=parts, closing=end)
         return None if added is None else template.encode(tokenizer, closing + added)
 
