@@ -104,6 +104,22 @@ def test_rewards_and_environments_read_what_is_said():
     assert (answer.content, answer.reasoning) == ("four", "Two and two.")
 
 
+def test_thoughts_of_gemma_4_do_not_stay_in_texts():
+    tokens = tokenizer.byte_level()
+    tokens.add_special_tokens({"additional_special_tokens": ["<|turn>", "<turn|>", "<|channel>", "<channel|>"]})
+    tokens.chat_template = (Path(trl.__file__).parent / "chat_templates/gemma4_v5.jinja").read_text()
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four", "reasoning": "Two."}]
+    prompt = template.render(tokens, messages[:1], (), {"enable_thinking": True}, ask=True)
+    written = template.render(tokens, messages, (), {"enable_thinking": True}, ask=False)
+    text = written.removeprefix(prompt).removesuffix("<turn|>\n")
+    assert text == "<|channel>thought\nTwo.\n<channel|>four"
+    ids = tokens.encode(text, add_special_tokens=False)
+    style = parsers.style_for(tokens)
+    assert parse(parsers.decoder(tokens)(ids), style) == Answer("four", "Two.")
+    assert answers.text(tokens, ids) == "four"
+    assert answers.completing(tokens, ids, [1, 4]) == [len(ids) - 4, len(ids) - 1]
+
+
 def test_other_formats_are_read_as_before():
     tokens = tokenizer.character("<think>/abc.")
     ids = [*tokens.encode("<think>ab</think>c", add_special_tokens=False), tokens.eos_token_id]

@@ -16,8 +16,8 @@ OF = {  # the formats of TRL's templates; those that are not here have no tools
     "llama": "llama3_1 llama3_2",
     "deepseek": "deepseek_r1_distill deepseekv3",
     "gpt_oss": "gptoss",
-    "unknown": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5 glm4moe lfm2 lfm2_2_5 lfm2_2_5_v2 "
-    "lfm2_2_5_vl lfm2_v2 muse_glimmer",
+    "gemma4": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
+    "unknown": "glm4moe lfm2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2 muse_glimmer",
     "plain": "cohere cohere2 gemma gemma3 idefics3 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm",
 }
 

@@ -61,9 +61,10 @@ PIECES = [  # pieces of random texts: complete and broken markers, good and bad 
 CHANNELS = [  # complete and broken headers, and ends of messages
     "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", "<|end|>", "<|return|>",
     "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>", " to=functions.f", "<|message|>",
-    "<|channel|>commentary json<|message|>", "<|", "{}", '{"x": [1, null]}', "<|channel|>", "analysis", "to=5",
+    "<|channel|>commentary json<|message|>", "<|channel>thought\n", "<channel|>", "<|", "{}",
+    '{"x": [1, null]}', "<|channel|>", "analysis", "to=5",
 ]  # fmt: skip
-THINKING = [style for style in parsers.STYLES if not parsers.STYLES[style].channels]
+THINKING = [style for style in parsers.STYLES if not parsers.STYLES[style].apart]
 plain = st.text(st.characters(blacklist_characters="<｜{", blacklist_categories=["Cs"]), max_size=20).map(str.strip)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | plain,
@@ -183,7 +184,7 @@ def test_reasoning_is_not_parsed_for_tools():
 
 
 def test_a_style_must_be_known():
-    with pytest.raises(ValueError, match="style: must be one of qwen, .*, gpt_oss, plain, got 'gpt'"):
+    with pytest.raises(ValueError, match="style: must be one of qwen, .*, gemma4, plain, got 'gpt'"):
         Parser("gpt")
 
 

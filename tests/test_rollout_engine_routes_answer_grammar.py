@@ -101,7 +101,7 @@ def marked(words, markers):
 
 BYTES = tokenizer.byte_level()
 GRAMMARS = Grammars(BYTES, len(BYTES))
-CALLING = [style for style in parsers.NAMES if style != "plain"]
+CALLING = [style for style in parsers.NAMES if parsers.STYLES[style].calls]
 TEMPLATES = [("deepseek", "```json"), *((style, "") for style in CALLING)]
 
 
@@ -135,24 +135,26 @@ def test_a_tool_without_parameters_takes_any_object():
     assert isinstance(json.loads(answer.tool_calls[0].arguments), dict)
 
 
+@pytest.mark.parametrize("style", ["qwen", "gemma4"])
 @pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
-def test_reasoning_comes_before_a_document(markers):
-    tokens, ids = marked(["<think>", "</think>"], markers)
+def test_reasoning_comes_before_a_document(markers, style):
+    think, thought = parsers.STYLES[style].think
+    tokens, ids = marked(parsers.STYLES[style].markers & {"<think>", thought, "<|channel>"}, markers)
     for reasoning in ("may", "open", ""):
-        held, begun = grammar(DOCUMENT, reasoning=reasoning, tokens=ids), set()
+        held, begun = grammar(DOCUMENT, reasoning=reasoning, tokens=ids, style=style), set()
         matcher = Grammars(tokens, len(tokens)).start(held)
         allowed = lambda m: set(np.flatnonzero(np.unpackbits(m.mask_M.view(np.uint8), bitorder="little")).tolist())
         start = {tokens.decode([id]) for id in allowed(matcher)}
-        opening = "<think>" if ids else "<"
+        opening = think[: think.index(">") + 1] if ids else "<"
         begun = {"may": {"{", opening}, "": {"{"}}.get(reasoning, start)
         assert start == begun and (reasoning != "open" or len(allowed(matcher)) > 150)
-        text = {"may": "<think>", "open": "", "": ""}[reasoning] + ("a<b\n</think>\n\n" if reasoning else "")
+        text = {"may": think, "open": "", "": ""}[reasoning] + (f"a<b\n{thought}\n\n" if reasoning else "")
         text += '{"x": true}'
         for token in tokens.encode(text, add_special_tokens=False):
             assert token in allowed(matcher), (reasoning, text)
             matcher.take(token)
         assert allowed(matcher) == {tokens.eos_token_id}
-        answer = parsers.parse(text, "qwen", opened=reasoning == "open")
+        answer = parsers.parse(text, style, opened=reasoning == "open")
         assert json.loads(answer.content) == {"x": True} and answer.reasoning == ("a<b" if reasoning else "")
 
 

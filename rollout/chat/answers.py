@@ -11,9 +11,10 @@ from .parsers import STYLES, Parser, Text
 
 
 def text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text without special tokens; of a format with channels what is said to the user (`parsers.said`)."""
+    """The text without special tokens; where a format marks reasoning in a way of its own what is said to the user
+    (`parsers.said`)."""
     style = parsers.style_for(tokenizer)
-    if STYLES[style].channels:
+    if STYLES[style].apart:
         return parsers.said(parsers.decoder(tokenizer, style)(tokens), style).content
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -22,7 +23,7 @@ def completing(tokenizer: Any, tokens: Sequence[int], ends: Sequence[int]) -> li
     """For each number of characters of `text` the index of the token that completes them; the last token if they are
     all."""
     style = parsers.style_for(tokenizer)
-    if STYLES[style].channels:
+    if STYLES[style].apart:
         return detokenizer.completed(_said(parsers.decoder(tokenizer, style), tokens, style), ends)
     return detokenizer.completing(functools.partial(tokenizer.decode, skip_special_tokens=True), tokens, ends)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Name = Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek", "gpt_oss", "plain"]
+Name = Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek", "gpt_oss", "gemma4", "plain"]
 NAMES: tuple[str, ...] = get_args(Name)
 UNKNOWN = "unknown"
 TOOLS = re.compile(r"\btools\b|\btool_calls\b")  # in a template that shows them
@@ -32,6 +32,7 @@ MARKS: Mapping[str, Marks] = {  # "hermes" is another name of "qwen"
     "llama": Marks(("<|start_header_id|>", "<|eot_id|>", '"parameters": ')),
     "deepseek": Marks(("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")),
     "gpt_oss": Marks(("<|start|>", "<|channel|>", "<|message|>", "<|end|>")),
+    "gemma4": Marks(("<|turn>", "<|channel>", "<channel|>", "<|tool_call>")),
 }
 
 # model_type -> formats of the family's own checkpoints, oldest first; () = of none that is declared, or not verified.
@@ -41,7 +42,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "deepseek_v3": ("deepseek",),
     "gemma2": ("plain",),
     "gemma3_text": ("plain",),
-    "gemma4_text": (),  # <|channel>thought ...<channel|>, <|tool_call>call:name{...}<tool_call|>
+    "gemma4_text": ("gemma4",),  # whose calls, <|tool_call>call:name{...}<tool_call|>, are not read
     "glm4": (),  # a name and JSON in lines of their own
     "glm4_moe": (),  # <tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>
     "gpt_oss": ("gpt_oss",),

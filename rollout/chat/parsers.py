@@ -77,6 +77,7 @@ class Style:
         beginning of their JSON; ValueError if it is not one.
       each: marker after each call; "" = the end of its JSON.
       bare: a message that begins with `{` is parsed as calls too, if possible.
+      think: markers of reasoning at the beginning.
       channels: answers are messages in channels (`channels.py`): reasoning, calls, and what is said to the user. `read`
         gets a call's recipient, `channels.MESSAGE` and its text.
     """
@@ -88,6 +89,7 @@ class Style:
     each: str
     bare: bool = False
     channels: bool = False
+    think: tuple[str, str] = (THINK, THOUGHT)
 
     @property
     def markers(self) -> frozenset[str]:
@@ -95,7 +97,18 @@ class Style:
         if self.channels:
             return frozenset(channels.MARKERS)
         calls = (*DEEPSEEK, self.open, self.close) if self.read is _deepseek else (self.open, self.close)
-        return frozenset({THINK, THOUGHT, *calls}) - {""}
+        begun, ended = self.think
+        return frozenset({begun[: begun.index(">") + 1], ended, *calls}) - {""}
+
+    @property
+    def calls(self) -> bool:
+        """Whether calls of this style are read."""
+        return self.read is not _no_calls
+
+    @property
+    def apart(self) -> bool:
+        """Whether reasoning is marked in a way of the family's own, which nothing but a Parser knows."""
+        return self.channels or self.think != (THINK, THOUGHT)
 
 
 Piece = Text | ToolCall
@@ -183,14 +196,15 @@ class Parser:
             before = self._state
             if before == "start":
                 begun = self._buffer.lstrip()
-                if begun.startswith(THINK):
-                    self._state, self._trim, self._buffer = "reasoning", True, begun[len(THINK) :]
-                elif cut and len(begun) >= DISTINCT and THINK.startswith(begun):
+                think = self._style.think[0]
+                if begun.startswith(think):
+                    self._state, self._trim, self._buffer = "reasoning", True, begun[len(think) :]
+                elif cut and len(begun) >= DISTINCT and think.startswith(begun):
                     self._buffer = ""
-                elif final or not THINK.startswith(begun):
+                elif final or not think.startswith(begun):
                     self._state = "content"
             elif before == "reasoning":
-                text, ended = self._until(THOUGHT, final, cut)
+                text, ended = self._until(self._style.think[1], final, cut)
                 yield from self._emit("reasoning", text)
                 if ended:
                     self._state, self._trim, self._gap = "content", True, ""
@@ -501,6 +515,7 @@ STYLES = {  # of `formats.NAMES`, and UNKNOWN
     "llama": Style("<|python_tag|>", "", _llama, _llama_begun, "", bare=True),
     "deepseek": Style("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek, _deepseek_begun, DEEPSEEK[2]),
     "gpt_oss": Style("", "", _gpt_oss, _gpt_oss_begun, channels.CALL, channels=True),
+    "gemma4": Style("", "", _no_calls, _no_calls, "", think=("<|channel>thought\n", "<channel|>")),
     "plain": Style("", "", _no_calls, _no_calls, ""),
     UNKNOWN: Style("", "", _no_calls, _no_calls, ""),
 }
@@ -525,5 +540,5 @@ def special_markers(tokenizer: Any, style: str = "") -> frozenset[int]:
 
 def said(text: str, style: str, cut: bool = False) -> Answer:
     """An answer where no tools are called, as rewards and environments read it: all is content, reasoning between
-    <think> and </think> too; of a format with channels what is said to the user."""
-    return parse(text, style, cut=cut, tools=False) if STYLES[style].channels else Answer(text)
+    <think> and </think> too; where a format marks reasoning in another way, what is said to the user."""
+    return parse(text, style, cut=cut, tools=False) if STYLES[style].apart else Answer(text)

@@ -154,7 +154,7 @@ class Gateway:
 
         async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
             new = functools.partial(
-                Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=opened(text),
+                Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=opened(text, self._style),
                 one_call=ask.one_call, nonce=secrets.token_hex(8),
             )  # fmt: skip
             first = FirstCall(parsers.decoder(self._tokenizer, self._style), new(), ask.sampling.get("stop", ()))

@@ -90,8 +90,8 @@ async def tool_loop(
       ValueError: calls of this format are not read, or the row has no prompt.
     """
     style = parsers.style_for(tokenizer, style)
-    if style in ("plain", parsers.UNKNOWN):
-        known = ", ".join(name for name in parsers.NAMES if name != "plain")
+    if style not in parsers.STYLES or not parsers.STYLES[style].calls:
+        known = ", ".join(name for name in parsers.NAMES if parsers.STYLES[name].calls)
         raise ValueError(
             f"tool_loop: style must be a format of calls, {known}, got {style} by the chat template; name "
             "the model's in --workflow-options"

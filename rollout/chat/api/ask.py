@@ -81,14 +81,15 @@ def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Proces
 
 def check_calls(ask: Ask, style: str) -> None:
     """Raises Refused for tools where calls of this style cannot be read."""
-    rule(style != "plain" or not ask.tools, "tools", "calls are not read in the format plain; leave them out", style)
     known = f"the format of this model's calls is not known; name one with --style: {', '.join(parsers.NAMES)}"
     rule(style != parsers.UNKNOWN or not ask.tools, "tools", known, style)
+    unread = "calls are not read in the format of this model; leave them out"
+    rule(parsers.STYLES[style].calls or not ask.tools, "tools", unread, style)
 
 
-def opened(prompt: str) -> bool:
+def opened(prompt: str, style: str) -> bool:
     """Whether a prompt already opens the reasoning."""
-    return prompt[-100:].rstrip().endswith(parsers.THINK)
+    return prompt[-100:].rstrip().endswith(parsers.STYLES[style].think[0].rstrip())
 
 
 def encoded(event: Event) -> bytes:

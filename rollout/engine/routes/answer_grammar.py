@@ -13,7 +13,7 @@ from typing import Any
 from ...chat import json_types
 from ...chat.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from ...chat.fields import Refused, rule
-from ...chat.parsers import DEEPSEEK, FUNCTIONS, STYLES, THINK, THOUGHT, UNKNOWN
+from ...chat.parsers import DEEPSEEK, FUNCTIONS, STYLES, UNKNOWN
 from ..grammar import formatted, literal, pieces
 from ..request import Grammar
 
@@ -61,8 +61,11 @@ def of(
     said = f"{marker(CHANNEL)} {literal('final')} {marker(MESSAGE)} " if STYLES[style].channels else ""
     before, rules = {"": "", "may": "reasoning? ", "open": "rest "}[reasoning], []
     if reasoning:
-        thought = f"thought: /(.|\\n)*/ {marker(THOUGHT)}" if THOUGHT in tokens else _until("thought", THOUGHT)
-        rules += [f"reasoning: {marker(THINK)} rest", "rest: thought /\\n{0,2}/", thought]
+        begin, end = STYLES[style].think
+        token = begin[: begin.index(">") + 1]
+        head = marker(token) + (f" {literal(begin.removeprefix(token))}" if begin != token else "")
+        rest = f"thought: /(.|\\n)*/ {marker(end)}" if end in tokens else _until("thought", end.replace("|", "\\|"))
+        rules += [f"reasoning: {head} rest", "rest: thought /\\n{0,2}/", rest]
     functions = [tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced]
     if STYLES[style].channels:
         before, rules = "analysis? ", [*_analysis(marker, END in tokens)]

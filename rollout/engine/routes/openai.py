@@ -21,7 +21,7 @@ from ...chat.api.ask import Event, encoded
 from ...chat.api.stored import Stored
 from ...chat.fields import Refused, rule
 from ...chat.first_call import FirstCall
-from ...chat.parsers import STYLES, THINK, THOUGHT, Parser, Text, style_for
+from ...chat.parsers import STYLES, Parser, Text, style_for
 from ...processes.http_limits import off_loop, read_json
 from ..pictures import Placement
 from ..request import Grammar, Progress, too_long
@@ -177,8 +177,9 @@ class OpenAI:
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
         prompt = asks.render(tokenizer, ask, processor=processor)
         asks.check_calls(ask, self._style)
-        thinks = THINK in self._chat_template and not prompt[-100:].rstrip().endswith(THOUGHT)
-        reasoning = "open" if asks.opened(prompt) else "may" if thinks else ""
+        think, thought = STYLES[self._style].think
+        thinks = think.rstrip() in self._chat_template and not prompt[-100:].rstrip().endswith(thought)
+        reasoning = "open" if asks.opened(prompt, self._style) else "may" if thinks else ""
         tokens, seen = template.encode(tokenizer, prompt), images.of(ask.messages)
         tokens = processor.expanded(tokens, seen) if processor else tokens
         engine = self.service.engine
