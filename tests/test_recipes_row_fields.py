@@ -1,6 +1,9 @@
 """Every field of a row that the pages name is honoured or refused, in every recipe: none is dropped without a word."""
 
 import asyncio
+import json
+import re
+from pathlib import Path
 
 import pytest
 import tiny
@@ -8,7 +11,7 @@ import tiny
 from areax.adapters import tokenizer
 from areax.core import losses
 from areax.recipes import preference, prm
-from areax.recipes.shared import offline, rows
+from areax.recipes.shared import offline, probe, rows
 from areax.rollout.chat import template
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import multi_turn, single_turn
@@ -158,6 +161,12 @@ def test_fields_change_the_prompt(recipe):
         assert not any("None" in text for text in texts)
 
 
+def test_rows_that_a_workflow_reads_in_its_own_way_need_no_probe():
+    clear, own = {"prompt": "Hi?"}, {"prompt": "Hi?", "system": "Be kind."}
+    assert T.decode(list(probe.prompt(T, [clear, own], 99))) == template.prompted(T, clear).text
+    assert probe.prompt(T, [own], 99) == ()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fields_that_are_not_read_are_refused(recipe):
     for name, (row, message) in REFUSED.items():
@@ -214,6 +223,33 @@ def test_what_is_learnt(name, marks):
         assert tokens.decode(made.tokens[made.mask].tolist()) == text
 
 
+ARGUMENTS = {  # how templates write arguments -> what is learnt of {"city": "Paris"}
+    "{{ x.arguments | tojson }}": '{"city": "Paris"}',
+    "{{ x.arguments }}": '{"city": "Paris"}',
+    "{{ '' + x.arguments }}": '{"city": "Paris"}',
+    "{{ x.arguments if x.arguments is string else x.arguments | tojson }}": '{"city": "Paris"}',
+    "{% for k, v in x.arguments | items %}{{ k }}={{ v }}{% endfor %}": "city=Paris",
+    "{% for k, v in x.arguments.items() %}{{ k }}={{ v }}{% endfor %}": "city=Paris",
+}
+
+
+@pytest.mark.parametrize("style", ARGUMENTS)
+def test_arguments_are_given_as_the_template_wants_them(style):
+    tokens = tokenizer.byte_level()
+    body = "{% for c in m.tool_calls or [] %}{% set x = c.function %}{{ x.name }} " + style + ";{% endfor %}"
+    tokens.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + body + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
+        row = {"messages": [ASK, call(arguments)]}
+        row["messages"][1]["tool_calls"] *= 2
+        for learn in ("all", "last"):
+            made = offline.demonstrations(tokens, learn)(row)
+            wanted = f"weather {ARGUMENTS[style]};" * 2 + "<|im_end|>"
+            assert tokens.decode(made.tokens[made.mask].tolist()) == wanted
+
+
 @pytest.mark.parametrize("learn", ["all", "last"])
 def test_nothing_to_learn_is_refused(learn):
     row = {"messages": [ASK, {**ANSWER, "weight": 0}]}
@@ -236,3 +272,11 @@ def test_records_of_a_known_form_name_the_function_that_reads_them(tmp_path):
             rows.read(source, check=check, quiet=True)
     with pytest.raises(ValueError, match="needs either 'prompt' or 'messages', got the fields .'text'.*}$"):
         rows.read(str(tiny.rows(tmp_path / "rows.jsonl", [{"text": "A"}])), check=check, quiet=True)
+
+
+def test_the_page_names_no_other_fields():
+    page = (Path(__file__).parents[1] / "docs/add-a-data-set.md").read_text()
+    [section] = re.findall(r"^## Conversations\n(.*?)^## ", page, re.M | re.S)
+    named = set(re.findall(r'"([a-z_]+)"', section)) - {"type", "text", "enable_thinking"}
+    tried = json.dumps([[row for row, *_ in cases.values()] for cases in (HONOURED, REFUSED, LEARNT)])
+    assert named - set(re.findall(r'"([a-z_]+)"', tried)) == {"chosen", "rejected"}  # which `RECIPES` has

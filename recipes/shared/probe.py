@@ -24,10 +24,12 @@ def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
     one token."""
     ids: list[int] = []
     for row in rows:
-        unclear = bool(row.get("messages")) == isinstance(row.get("prompt"), str)
-        if unclear or images.of_row(row) or len(ids) >= TOKENS:
+        if images.of_row(row) or len(ids) >= TOKENS:
             break
-        ids += template.prompt(tokens, row)
+        try:
+            ids += template.prompt(tokens, row)
+        except ValueError:  # its workflow reads the row in a way of its own
+            break
     ids = ids[: min(TOKENS, length)]
     return tuple(ids) if len(ids) > 1 else ()
 

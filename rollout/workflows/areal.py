@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import object_path, rewards
-from ..chat import conversation, images
+from ..chat import images
 from ..types import Completion, Generate, Sample, Sampling, Workflow
 from . import workflow_context as workflow_context
 
@@ -220,7 +220,7 @@ def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
             raise ValueError(f"AReaL's workflows read text alone here, got a row with images; {object_path.row(row)}")
         engine, data = InferenceEngine(generate), dict(row)
         if row.get("messages") is None and isinstance(row.get("prompt"), str):
-            data["messages"] = conversation.prompt(row).messages
+            data["messages"] = [{"role": "user", "content": row["prompt"]}]
         result = await made.arun_episode(engine, data)
         if result is None:
             return None
