@@ -120,6 +120,15 @@ def test_thoughts_of_gemma_4_do_not_stay_in_texts():
     assert answers.completing(tokens, ids, [1, 4]) == [len(ids) - 4, len(ids) - 1]
 
 
+def test_thoughts_and_calls_of_seed_oss():
+    call = "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    text = f"<seed:think>Two.</seed:think>\nI add.\n{call}"
+    assert parse(text, "seed_oss", tools=tools, nonce="n") == Answer("I add.", "Two.", (ADD,))
+    assert parsers.said("<seed:think>Two.</seed:think>\nfour", "seed_oss").content == "four"
+
+
 def test_other_formats_are_read_as_before():
     tokens = tokenizer.character("<think>/abc.")
     ids = [*tokens.encode("<think>ab</think>c", add_special_tokens=False), tokens.eos_token_id]

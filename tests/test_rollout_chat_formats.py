@@ -52,6 +52,7 @@ def test_every_family_is_declared():
         ("{{ tools }}", "unknown"),
         ("<tool_call>{{ tools }}", "unknown"),  # not all of what one of the formats has
         ("<seed:tool_call><function=f><parameter=a></seed:tool_call>{{ tools }}", "unknown"),
+        ("<seed:think><seed:tool_call><function=f><parameter=a></seed:tool_call>{{ tools }}", "seed_oss"),
         ("<minimax:tool_call><invoke name=</minimax:tool_call>{{ tools }}", "unknown"),
         ("<tool_call>{{ name }}<arg_key></arg_key></tool_call>{{ arguments }}{{ tools }}", "unknown"),
         ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "unknown"),

@@ -109,7 +109,7 @@ TEMPLATES = [("deepseek", "```json"), *((style, "") for style in CALLING)]
 @pytest.mark.parametrize("style, template", TEMPLATES)
 @pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
 def test_forced_calls_are_read_by_the_parser(style, template, markers):
-    names = ("add", "find it" if style not in ("qwen3_coder", "gpt_oss") else "find")
+    names = ("add", "find it" if style not in ("qwen3_coder", "seed_oss", "gpt_oss") else "find")
     SCHEMAS["find"] = FIND
     tokens, ids = marked(parsers.STYLES[style].markers, markers)
     count, single = set(), set()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Name = Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek", "gpt_oss", "gemma4", "plain"]
+Name = Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek", "gpt_oss", "seed_oss", "gemma4", "plain"]
 NAMES: tuple[str, ...] = get_args(Name)
 UNKNOWN = "unknown"
 TOOLS = re.compile(r"\btools\b|\btool_calls\b")  # in a template that shows them
@@ -32,13 +32,14 @@ MARKS: Mapping[str, Marks] = {  # "hermes" is another name of "qwen"
     "llama": Marks(("<|start_header_id|>", "<|eot_id|>", '"parameters": ')),
     "deepseek": Marks(("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")),
     "gpt_oss": Marks(("<|start|>", "<|channel|>", "<|message|>", "<|end|>")),
+    "seed_oss": Marks(("<seed:tool_call>", "</seed:tool_call>", "<function=", "<parameter=", "<seed:think>")),
     "gemma4": Marks(("<|turn>", "<|channel>", "<channel|>", "<|tool_call>")),
 }
 
 # model_type -> formats of the family's own checkpoints, oldest first; () = of none that is declared, or not verified.
 # "plain" has no calls. A checkpoint's chat template decides, this table only between formats that it fits equally.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "deepseek_v2": ("plain", "deepseek"),  # V2, V2.5
+    "deepseek_v2": (),
     "deepseek_v3": ("deepseek",),
     "gemma2": ("plain",),
     "gemma3_text": ("plain",),
@@ -55,18 +56,18 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "mistral": (),  # [TOOL_CALLS]
     "mixtral": (),
     "nemotron_h": ("qwen3_coder",),
-    "olmo2": ("plain",),
+    "olmo2": (),
     "olmo3": (),  # <function_calls>, as Python
     "phi3": ("plain",),  # Phi-4-mini has calls
     "qwen2": ("qwen",),
-    "qwen2_moe": ("plain",),
+    "qwen2_moe": (),
     "qwen3": ("qwen",),
     "qwen3_5_moe_text": ("qwen3_coder",),
     "qwen3_5_text": ("qwen3_coder",),
     "qwen3_moe": ("qwen", "qwen3_coder"),
     "qwen3_next": ("qwen",),
-    "seed_oss": (),  # <seed:tool_call>, <seed:think>
-    "smollm3": ("qwen",),
+    "seed_oss": ("seed_oss",),
+    "smollm3": (),
 }
 
 

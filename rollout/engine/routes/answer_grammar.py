@@ -105,8 +105,8 @@ def _calls(
         yield f"calls: {several}"
     for name, function in zip(names, functions, strict=True):
         schema = {"type": "object", **(function.get("parameters") or {})}
-        if style == "qwen3_coder":
-            yield from _coder(name, function["name"], schema, marker)
+        if style in ("qwen3_coder", "seed_oss"):
+            yield from _coder(name, function["name"], schema, marker, style)
             continue
         value = f"arguments_{name}"
         if style == "gpt_oss":
@@ -137,19 +137,20 @@ def _calls(
         yield f"{value}: {_json(schema)}"
 
 
-def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker) -> Iterator[str]:
-    """Qwen3-Coder's call: strings are plain text, other values JSON; parameters come in the schema's order."""
-    rule(_plain(function), "tools", "names must have no space, < or > for the format qwen3_coder", function)
+def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker, style: str) -> Iterator[str]:
+    """Qwen3-Coder's call: strings are plain text, other values JSON; parameters come in the schema's order. Seed-OSS
+    writes the same without line breaks around values."""
+    rule(_plain(function), "tools", f"names must have no space, < or > for the format {style}", function)
     objects = json_types.alternatives(schema, schema)
-    rule(len(objects) == 1, "tools", "parameters must be one object for the format qwen3_coder", schema)
-    mark, parts, rules = STYLES["qwen3_coder"], [], []
+    rule(len(objects) == 1, "tools", f"parameters must be one object for the format {style}", schema)
+    mark, gap, parts, rules = STYLES[style], "\n" if style == "qwen3_coder" else "", [], []
     required = objects[0].get("required", ())
     for i, (key, value) in enumerate(json_types.properties(schema).items()):
-        rule(_plain(key), "tools", "parameters must have no space, < or > for the format qwen3_coder", key)
+        rule(_plain(key), "tools", f"parameters must have no space, < or > for the format {style}", key)
         options = json_types.alternatives(value, schema)
         kinds = json_types.types(options)
-        rule(kinds, "tools", "parameters need a type for qwen3_coder", value)
-        part, end = f"{name}_{i}", literal("\n</parameter>\n")
+        rule(kinds, "tools", f"parameters need a type for {style}", value)
+        part, end = f"{name}_{i}", literal(f"{gap}</parameter>\n")
         strings = [option for option in options if "string" in option["type"]]
         if not strings:
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -160,9 +161,9 @@ def _coder(name: str, function: str, schema: Mapping[str, Any], marker: Marker) 
             written, made = f"{part}_word {end}", f"{part}_word: {' | '.join(choices)}"
         else:
             unwritable = [name for name in UNWRITABLE for option in strings if name in option]
-            rule(not unwritable, "tools", "strings are plain text for qwen3_coder, which cannot be limited", unwritable)
+            rule(not unwritable, "tools", f"strings are plain text for {style}, which cannot be limited", unwritable)
             written, made = f"{part}_text {NEWLINE}", _until(f"{part}_text", "</parameter>")
-        rules += [f"{part}: {literal(f'<parameter={key}>' + chr(10))} {written}", made]
+        rules += [f"{part}: {literal(f'<parameter={key}>' + gap)} {written}", made]
         parts.append(part if key in required else f"{part}?")
     begin, end = literal(f"\n<function={function}>\n"), literal("</function>\n")
     yield f"{name}: {marker(mark.open)} {begin} {' '.join([*parts, end])} {marker(mark.close)}"
