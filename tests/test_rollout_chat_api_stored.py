@@ -17,7 +17,8 @@ def test_references_and_responses_become_items():
     store = Stored()
     said = {"role": "user", "content": "?"}
     item = kept(store, "a", [said])
-    assert store.items({"input": [said, {"type": "item_reference", "id": "msg_a"}]}) == [said, item]
+    for reference in ({"type": "item_reference", "id": "msg_a"}, {"id": "msg_a"}, {"type": None, "id": "msg_a"}):
+        assert store.items({"input": [said, reference]}) == [said, item]
     assert store.items({"input": "more", "previous_response_id": "a"}) == [
         said,
         item,

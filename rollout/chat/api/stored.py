@@ -43,7 +43,7 @@ class Stored:
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
         rule(bool(items), "input", "must not be empty", given)
         with self._lock:
-            found = [self._found(item) if item.get("type") == "item_reference" else item for item in items]
+            found = [self._found(item) if _refers(item) else item for item in items]
             if before is None:
                 return found
             kept = self._kept.get(before) if isinstance(before, str) else None
@@ -71,3 +71,9 @@ class Stored:
                 self._size -= oldest.size
                 for item in oldest.written:
                     del self._items[item["id"]]
+
+
+def _refers(item: Mapping[str, Any]) -> bool:
+    """Whether an item is a reference, whose type may be left out."""
+    given = {name for name, value in item.items() if value is not None}
+    return item.get("type") == "item_reference" or given == {"id"}
