@@ -197,26 +197,28 @@ LEARNT = {  # (row, what is learnt of all turns, and of the last)
     "parts": ({"messages": [ASK, {**ANSWER, "content": [{"type": "text", "text": "A"}]}]}, *SAID),
     "an end of turn": ({"prompt": "Hi?", "completion": "A<|im_end|>"}, *SAID),
     "an end of turn and a line break": ({"prompt": "Hi?", "completion": "A<|im_end|>\n"}, *SAID),
+    "nothing": ({"messages": [ASK, ANSWER, ASK], "completion": ""}, "A<|im_end|><|im_end|>", "<|im_end|>"),
     "two turns": ({"messages": [ASK, ANSWER, ASK, OTHER]}, "A<|im_end|>B<|im_end|>", "B<|im_end|>"),
     "the same twice": ({"messages": [ASK, ANSWER, ASK, ANSWER]}, "A<|im_end|>" * 2, "A<|im_end|>"),
     "a weight of 0": ({"messages": [ASK, {**OTHER, "weight": 0}, ASK, {**ANSWER, "weight": 1}]}, *SAID),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("marks", ["none", "turns", "contents"])
 @pytest.mark.parametrize("name", LEARNT)
 def test_what_is_learnt(name, marks):
-    """The same with a template that marks what the assistant generates as with one that does not."""
+    """The same with a template that marks what the assistant generates, also if not its end, as with one that does
+    not."""
     (row, *wanted), tokens = LEARNT[name], tokenizer.byte_level()
     body = "{% if m.reasoning_content %}"
     tokens.chat_template = T.chat_template
-    if marks:
+    if marks != "none":
         head, tail = T.chat_template.split(body)
         said, rest = tail.split("<|im_end|>", 1)
-        inner = body + said + "<|im_end|>"
+        inner, end = (body + said + "<|im_end|>", "") if marks == "turns" else (body + said, "<|im_end|>")
         tokens.chat_template = (
             head + "{% if m.role == 'assistant' %}{% generation %}" + inner + "{% endgeneration %}{% else %}" + inner
-            + "{% endif %}{{ '' }}" + rest
+            + "{% endif %}" + end + "{{ '' }}" + rest
         )  # fmt: skip
     for learn, text in zip(("all", "last"), wanted, strict=True):
         made = offline.demonstrations(tokens, learn)(row)

@@ -6,6 +6,7 @@ with {% generation %} blocks, else it is what a turn adds to the prompt that gen
 
 from __future__ import annotations
 
+import functools
 import os.path
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,12 +98,13 @@ def _untemplated(tokenizer: Any, row: Mapping[str, Any], talk: Conversation, lea
 def _spans(tokenizer: Any, talk: Conversation, text: str, wanted: Sequence[int], end: str) -> tuple[list[Span], bool]:
     """(what is learnt of the text, whether it ends with a token that ends a turn)."""
     if blocks := template.marked(tokenizer, talk.messages, talk.tools, talk.variables):
-        found = _marked(tokenizer, talk, *blocks, wanted)
+        ended = ((a, b + len(end) * text.startswith(end, b)) for a, b in _marked(tokenizer, talk, *blocks, wanted))
+        found = [(a, b) for a, b in ended if a < b]
         if not found:
             raise ValueError(
                 "chat: the chat template marks no assistant tokens in this conversation; add an assistant message"
             )
-        return found, True
+        return found, text[slice(*found[-1])].rstrip().endswith(_special(tokenizer))
     found, ends = [], True
     for i in wanted:
         if i == 0:  # no answer
@@ -153,8 +155,8 @@ def _stand_in(message: Message) -> dict[str, Any]:
     """A message of the same form that says something else."""
     made = dict(message)
     for name in ("content", *conversation.REASONING):
-        if made.get(name):
-            made[name] = STAND_IN[made[name] == STAND_IN[0]]
+        if made.get(name) or (name == "content" and not made.get("tool_calls")):
+            made[name] = STAND_IN[made.get(name) == STAND_IN[0]]
     renamed = lambda call: {**call, "function": {**call["function"], "name": STAND_IN[0] + call["function"]["name"]}}
     return made | ({"tool_calls": list(map(renamed, made["tool_calls"]))} if made.get("tool_calls") else {})
 
@@ -178,15 +180,20 @@ def _added(tokenizer: Any, talk: Conversation, i: int, text: str) -> tuple[int, 
 
 def _stop(tokenizer: Any, text: str, start: int, end: str) -> int | None:
     """Where a turn from `start` on ends, behind its special tokens; None = it has none."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    special = {end, *added, *tokenizer.all_special_tokens} - {""}
-    at, whole = text.rfind(end, start), text.rstrip()
+    at, whole, special = text.rfind(end, start), text.rstrip(), _special(tokenizer)
     if at < 0:
-        return len(whole) if len(whole) > start and whole.endswith(tuple(special)) else None
+        return len(whole) if len(whole) > start and whole.endswith(special) else None
     stop = at + len(end)
     while following := next((token for token in special if text.startswith(token, stop)), None):
         stop += len(following)
     return stop
+
+
+@functools.lru_cache(maxsize=32)
+def _special(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of special tokens."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple({*added, *tokenizer.all_special_tokens} - {""})
 
 
 def _lost(tokenizer: Any, talk: Conversation, text: str, span: Span) -> str:

@@ -161,7 +161,7 @@ def marked(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options
     for a, b in zip(starts[1:-1:2], starts[2::2], strict=True):
         if spans and spans[-1][1] == a:
             spans[-1] = spans[-1][0], b
-        elif a < b:
+        else:
             spans.append((a, b))
     return "".join(pieces), spans
 
