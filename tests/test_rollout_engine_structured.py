@@ -227,7 +227,6 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [ODD], "tool_choice": "required"}, "tools"),
-    ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
