@@ -340,6 +340,7 @@ def test_child_processes_end_with_a_killed_launcher(tmp_path):
         jobs.until(lambda: gone(sleeper) and not folder.exists())
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_killed_server_restarts_with_the_newest_weights(data, tmp_path):
     """One of two servers is killed; then Ctrl-C saves the state and ends the run with its servers."""
@@ -519,6 +520,7 @@ def test_a_batch_script_under_bash(place, tmp_path):
     assert "--partition" not in script and "--account" not in script
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_batch_script_trains(data, tmp_path):
     words = [*SERVED, "--logs", str(tmp_path / "logs"), "--", *grpo(data, tmp_path / "run", 2)]

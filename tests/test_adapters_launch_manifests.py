@@ -225,6 +225,7 @@ def test_a_plain_job_trains_in_two_pods(data, tmp_path, capsys):
     }  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_jobset_trains_with_servers(data, tmp_path, capsys):
     documents = written(capsys, "kubernetes", *IMAGE, *SERVED, "--", *grpo(data, tmp_path / "run", 2))
@@ -467,6 +468,7 @@ def test_nodes_pass_sigterm_on_and_a_server_that_cannot_start_ends_its_node(data
         assert trainer.wait(60) == 143
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_task_trains_with_servers(data, tmp_path, capsys):
     [task] = written(capsys, "skypilot", *SERVED, "--", *grpo(data, tmp_path / "run", 2))

@@ -226,6 +226,7 @@ def test_router_bias_updates_balance_the_load():
         balance.update_biases(PARAMS, {"load": jnp.zeros((L, E))}, 0.1)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_router_bias_in_a_table():
     """As a family declares it: fp32 in a model of any dtype and in its files, without moments, moved by the load

@@ -73,6 +73,7 @@ def batch(on):
     return losses.SFT().prepare(batches.batch(packing.pack(made, 36, rows=4), on))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.mesh)])
 def test_adapters_over_a_quantised_base_score_as_over_the_numbers_it_stands_for(kind):

@@ -104,6 +104,7 @@ def test_every_rematerialisation_gives_the_same(keep):
     same_scores("qwen3", models.Run(remat=keep, query_chunk=16, head_chunk=24))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_replayed_experts_are_shared_where_they_are_the_same():
     family, L, K = "qwen3_moe", 2, 2
@@ -142,6 +143,7 @@ def test_tries_of_samples_whose_rope_differs_are_refused():
     jax.eval_shape(partial(models.score, config=config), params, one(pack(64)))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_one_sample_a_trie_is_a_row():
     """Samples that share nothing, laid out by hand: their first tokens are roots."""
@@ -283,6 +285,7 @@ def with_teacher(s, told):
     return s.replace(arrays={"teacher_ids": own(ids), "teacher_logp": own(logp)})
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_adapters_are_those_of_rows():
     spec = lora.Lora(rank=4)
@@ -291,6 +294,7 @@ def test_adapters_are_those_of_rows():
     same_objective(GRPO(), score, adapters, frozen=(PARAMS,))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_statistics_of_experts_count_samples():
     config, params = model("qwen3_moe")

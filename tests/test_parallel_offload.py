@@ -121,6 +121,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
         np.testing.assert_array_equal(a, np.asarray(b))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_routers_bias_moves():
     """It has no gradient and no moments; the loads that move it are those of the step."""

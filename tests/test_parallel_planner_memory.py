@@ -163,6 +163,7 @@ TOWERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name, where, how, microbatches", TOWERS)

@@ -207,6 +207,7 @@ def test_eta_0_equals_the_synchronous_loop(place, first):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_curriculum_is_saved_and_resumed(place, capsys):
     """Rows that are sometimes solved are drawn, one too long is not; a run that was killed draws the same."""
@@ -262,6 +263,7 @@ def test_a_critic_is_saved_and_resumed(place):
     assert lines[0]["value_max"] > 0 and abs(lines[1]["ppo_kl"]) > 0  # the second pass is off policy
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_critic_starts_from_a_token_classifier(place, tmp_path):
     """Its values are the scores, bias included, that transformers computes at the tokens that predict; its bias
@@ -291,6 +293,7 @@ def test_a_critic_starts_from_a_token_classifier(place, tmp_path):
         grpo.build_trainer(config(place, "unused", **steps))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_named_adapters_train_like_merged_ones(place):
     """With eta = 0 and the same seeds; the run with names in two parts."""
@@ -322,6 +325,7 @@ def test_adapters_the_server_cannot_load_are_refused(place):
         grpo.main(config(place, "refused", push=Push(lora="adapter"), model=str(place / "experts"), lora=Lora(rank=2)))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_adapters_with_a_reference_and_a_teacher(place):
     """The model without its adapters is the reference; a teacher is in the advantages and beside the objective."""
@@ -505,6 +509,7 @@ def test_asynchronous_runs_keep_the_staleness_bound(place):
     assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.wide)])
 def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
     """The samples are a function of the weights and the seeds, whichever server draws them, and when.
@@ -543,6 +548,7 @@ def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_recipe_by_path_runs_under_spawn(place):
     """A recipe file with a Config of its own, a reward file with a dataclass of its own, no package in sight."""
@@ -723,6 +729,7 @@ def test_a_cancelled_run_saves_its_state(place):
     assert options["training"]["objective"]["surrogate"].endswith(":plain_ratio")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_offloading_an_in_process_server_changes_no_number(place, first):
     """Weights handed over in memory, with nothing written, are those that would have been read from files."""
@@ -804,6 +811,7 @@ def test_an_in_process_server_generates_while_the_trainer_updates(place):
     assert max(x["staleness_max"] for x in lines) <= 2
 
 
+@pytest.mark.wide
 @pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("serve", [Serve(slots=8, context=64), INSIDE], ids=["pushed", "inside"])
@@ -944,6 +952,7 @@ def test_a_mixture_reports_each_source_and_resumes_exactly(place):
         grpo.main(config(place, "mixture again", data=data[:-1] + "3", steps=4))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_objects_are_trained_on_like_files(place, first):
     """A data set of `datasets` gives the run on the file; a stream is resumed at its row."""

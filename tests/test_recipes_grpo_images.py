@@ -47,6 +47,7 @@ def config(place, out, serve, steps=2, eta=0, **training):
     )  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def load(place):
     return count_LE
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_routers_bias_moves_by_the_load_of_the_whole_batch_and_is_resumed(place):
     sft.main(config(place, "parts", steps=1))

@@ -153,6 +153,7 @@ def test_adapters_train_over_a_tower_that_stays(place, tmp_path):
     assert keys and all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", ["frozen", "trained"])

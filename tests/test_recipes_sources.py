@@ -104,6 +104,7 @@ def test_one_source_is_as_before(place):
     assert opened(str(place / "rows.jsonl")) == sources.Prompts(ROWS, seed=3)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(place, capsys):
     options = "--steps 4 --batch 10 --length 64 --rows 4 --optim.lr 1e-2 --save-every 2".split()

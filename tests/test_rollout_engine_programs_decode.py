@@ -372,6 +372,7 @@ def test_recorded_experts_are_sent_in_the_format_of_sglang(mixture):
         dense.generate(ask.requests)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_decoding_with_bfloat16_weights():
     config, params = model("qwen3")

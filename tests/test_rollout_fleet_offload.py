@@ -212,6 +212,7 @@ def test_offloading_waits_for_servers_that_are_recovering(tmp_path):
     run(main)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_ends_resumes_the_memory_of_its_servers(tmp_path):
     async def main():
