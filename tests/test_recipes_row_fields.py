@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from areax.adapters import tokenizer
+from areax.adapters.data import formats
 from areax.core import losses
 from areax.recipes import preference, prm
 from areax.recipes.shared import offline, probe, rows
@@ -264,6 +265,17 @@ def test_what_the_template_leaves_out_of_the_last_turn_is_refused():
     for answer, part in ((call("{}"), "weather"), ({**ANSWER, "thinking": "Hm."}, "Hm.")):
         with pytest.raises(ValueError, match=f"leaves out '{part}' of the last message"):
             tokenizer.supervised(tokens, {"prompt": "Hi?", "completion": answer})
+
+
+def test_pairs_may_be_messages_or_lists_of_one():
+    said = [[{**ANSWER, "thinking": "Hm."}], {"role": "assistant", "content": [{"type": "text", "text": "B"}]}]
+    texts = paired(losses.DPO(), {"prompt": "Hi?", "chosen": said[0], "rejected": said[1]})
+    assert [text.split("assistant\n")[1] for text in texts[:2]] == ["<think>Hm.</think>A<|im_end|>", "B<|im_end|>"]
+    talks = {"prompt": "Hi?", "chosen": [ASK, ANSWER], "rejected": [ASK, OTHER]}
+    with pytest.raises(ValueError, match="--row areax.adapters.data.formats:preference reads lists of messages"):
+        paired(losses.DPO(), talks)
+    read = paired(losses.DPO(), formats.preference(talks))
+    assert [text.split("assistant\n")[1] for text in read[:2]] == ["A<|im_end|>", "B<|im_end|>"]
 
 
 def test_records_of_a_known_form_name_the_function_that_reads_them(tmp_path):

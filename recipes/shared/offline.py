@@ -147,8 +147,8 @@ def read(
 
 
 def said(recipe: str, row: dict, name: str = "completion") -> Any:
-    """The row's completion, in the field `name`: a text, or a message of the assistant."""
-    if isinstance(row.get(name), str | dict):
+    """The row's completion, in the field `name`: a text, a message of the assistant, or a list of one."""
+    if isinstance(row.get(name), str | dict) or (isinstance(row.get(name), list) and len(row[name]) == 1):
         return row[name]
     lists = "areax.adapters.data.formats:" + ("conversational" if name == "completion" else "preference")
     made = f"--row {lists} reads lists of messages" if isinstance(row.get(name), list) else "--row can make it"
