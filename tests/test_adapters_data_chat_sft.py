@@ -250,3 +250,19 @@ def test_unknown_characters_are_refused():
         chat_sft.demonstration(
             sums, {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2é"}]}, "all"
         )
+
+
+def test_unknown_characters_of_calls_and_tools_are_refused():
+    sums = tokenizer.character("0123456789+")
+    sums.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for x in c.function.arguments.values() %}{{ x }}"
+        "{% endfor %}{% endfor %}{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
+    )
+    row = lambda name, value: [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {"1": value}}}]},
+    ]
+    for messages, tools in ((row("é", "1"), []), (row("1", "é"), []), (row("1", "1"), [{"function": {"name": "é"}}])):
+        with pytest.raises(ValueError, match="no token for 'é' in 'é'"):
+            chat_sft.demonstration(sums, {"messages": messages, "tools": tools})

@@ -1,6 +1,7 @@
 """Every field of a row that the pages name is honoured or refused, in every recipe: none is dropped without a word."""
 
 import asyncio
+import datetime
 import json
 import re
 from pathlib import Path
@@ -140,6 +141,17 @@ REFUSED = {  # (fields, the error)
     "images of a model of text": ({"prompt": "Hi?", "images": ["a.png"]}, "reads no images"),
     "other parts": ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text or an image, got 'audio'"),
     "arguments that are no object": ({"messages": [ASK, call('{"city": '), ASK]}, "an object or its JSON"),
+    "other parts with a text": ({"messages": [{"role": "user", "content": [{"type": "video", "text": "x"}]}]},
+                                "text or an image, got 'video'"),
+    "arguments that are no JSON": ({"messages": [ASK, call({"day": datetime.date(2020, 1, 2)}), ASK]},
+                                   "must be JSON .*date is not JSON"),
+    "tools that are no JSON": ({"prompt": "Hi?", "tools": [{**TOOL, "least": float("nan")}]},
+                               r"must be JSON \(Out of range"),
+    "half a character in arguments": ({"messages": [ASK, call({"city": "\ud800"}), ASK]}, "must be Unicode"),
+    "half a character in tools": ({"prompt": "Hi?", "tools": [{"function": {"name": "\ud800"}}]},
+                                  "must be Unicode|--workflow-options"),
+    "reasoning under two names": ({"messages": [ASK, {**call({}), "thinking": "A", "reasoning": "B"}, ASK]},
+                                  "reasoning in one of .*, got different ones"),
     "arguments that are a list": ({"messages": [ASK, call([1]), ASK]}, "an object or its JSON"),
     "a weight": ({"messages": [ASK, {"role": "assistant", "content": "A", "weight": 0.5}, ASK]},
                  "weight must be 0 or 1"),

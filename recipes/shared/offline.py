@@ -63,7 +63,7 @@ def demonstrations(tokens, learn: chat_sft.Learn, processor: Processor | None = 
             raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
         if images.of_row(row):
             return chat_sft.sample(tokens, row, learn, processor)
-        return sample(json.dumps({**conversation.asked(row), "completion": row.get("completion")}))
+        return sample(conversation.json_text("a row", {**conversation.asked(row), "completion": row.get("completion")}))
 
     return made
 

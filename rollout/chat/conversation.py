@@ -34,6 +34,10 @@ class Conversation(NamedTuple):
     tools: tuple[Any, ...] = ()
     variables: Mapping[str, Any] = {}
 
+    def texts(self, rendered: str) -> list[str]:
+        """The texts of which `rendered` was made."""
+        return texts(self.messages) + [text for text in strings(self.tools) if text in rendered]
+
 
 def asked(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row that its prompt is made of, and those for which it is refused."""
@@ -118,6 +122,7 @@ def _tools(given: Any) -> tuple[Any, ...]:
     given = given or []
     if not (isinstance(given, list) and all(isinstance(tool, Mapping) for tool in given)):
         raise ValueError(f"a row's 'tools' must be a list of tools or its JSON, got {given!r:.80}")
+    json_text("a row's 'tools'", given)
     return tuple(filled(given))
 
 
@@ -183,8 +188,15 @@ def check(messages: Sequence[Message]) -> None:
                 "tool_calls must be a list of calls {'function': {'name', 'arguments'}}, the arguments an object or "
                 f"its JSON, got {calls!r:.120}"
             )
-        if not isinstance(reasoning(message), str):
-            raise ValueError(f"a message's reasoning must be a text, got {reasoning(message)!r:.80}")
+        for name in REASONING:
+            if not isinstance(message.get(name) or "", str):
+                raise ValueError(f"a message's reasoning must be a text, got {message[name]!r:.80}")
+        if len({message[name] for name in REASONING if message.get(name)}) > 1:
+            raise ValueError(
+                f"a message has its reasoning in one of {', '.join(REASONING)}, or the same in several, got different "
+                f"ones in {str(message)[:80]}; write them into one"
+            )
+        json_text("a message", {name: value for name, value in message.items() if name != "content"})
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"a message's weight must be 0 or 1, got {message['weight']!r:.80}; repeat rows instead")
         plain(message)  # refuses parts that are neither
@@ -202,10 +214,31 @@ def _called(call: Any) -> bool:
         return False
 
 
+def json_text(what: str, value: Any) -> str:
+    """The JSON of a value; raises ValueError for what has none, such as a date, for which templates write "<date>"."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{what} must be JSON ({error}), got {value!r:.80}; write dates as texts, and what is missing as null"
+        ) from None
+
+
 def texts(messages: Sequence[Message]) -> list[str]:
     """The texts of messages that a chat template renders."""
     given = [message.get(field) for message in messages for field in ("role", "content", *REASONING)]
-    return [str(x) if not isinstance(x, list) else images.words(x) for x in given if x]
+    called = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    return [images.words(x) for x in given if x] + strings([[one["name"], one["arguments"]] for one in called])
+
+
+def strings(value: Any) -> list[str]:
+    """The texts in a value of JSON, and the names in its objects."""
+    if isinstance(value, str):
+        return [value]
+    inner = (
+        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    )
+    return [text for each in inner for text in strings(each)]
 
 
 def unicode(*texts: str) -> None:

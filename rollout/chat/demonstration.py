@@ -61,19 +61,19 @@ def encoded(
         once others follow.
     """
     talk = (conversation.demonstration if learn == "last" else conversation.dialogue)(row)
-    talk = template.readable(tokenizer, talk)
-    talk = talk._replace(messages=images.read(talk.messages, processor))
+    talk = template.readable(tokenizer, talk._replace(messages=images.read(talk.messages, processor)))
     if not tokenizer.chat_template:
         return _untemplated(tokenizer, row, talk, learn, end)
     if not (wanted := _wanted(talk.messages, learn)):
         raise ValueError("a demonstration needs an assistant's message to learn, got weight 0 for each of them")
     text = template.render(tokenizer, talk.messages, talk.tools, talk.variables, ask=False)
+    conversation.unicode(text)
     spans, ends = _spans(tokenizer, talk, text, wanted, tokenizer.convert_ids_to_tokens(end))
     lost = _lost(tokenizer, talk, text, spans[-1]) if wanted[-1] == len(talk.messages) - 1 else ""
     ids, mask = _tokens(tokenizer, text, spans)
     if not ends:
         ids, mask = [*ids, end], [*mask, True]
-    ids = template.known(tokenizer, ids, *conversation.texts(talk.messages))
+    ids = template.known(tokenizer, ids, *talk.texts(text))
     return Demonstration(ids, mask, images.of(talk.messages[: wanted[-1] + 1]), lost)
 
 

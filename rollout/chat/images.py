@@ -150,7 +150,7 @@ def read(messages: Sequence[Message], processor: Processor | None) -> list[dict[
 def _read(part: Any, processor: Processor) -> dict[str, Any]:
     if _is_image(part):
         return _part(processor.read(_source(part)))
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if _is_text(part):
         return {"type": "text", "text": part["text"]}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise ValueError(f"a part of a message must be text or an image, got {kind!r:.80}")
@@ -177,7 +177,7 @@ def text(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     for part in content:
-        if not (isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
+        if not _is_text(part):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ValueError(f"a part of a message must be text or an image, got {kind!r:.80}")
     return "".join(part["text"] for part in content)
@@ -203,6 +203,10 @@ def _parts(message: Any) -> list[Any]:
 def found(messages: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
     """The parts of messages that are images, in order."""
     return (part for message in messages for part in _parts(message) if _is_image(part))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_image(part: Any) -> bool:

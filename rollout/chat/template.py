@@ -56,14 +56,15 @@ def prompted(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor
       ValueError: the row has no unique prompt, the template refuses it or does not show its tools, the tokenizer has no
         token for some of it, or an image cannot be read or has no place in it.
     """
-    talk = asked(tokenizer, row)
-    talk = talk._replace(messages=images.read(talk.messages, processor))
+    talk = conversation.prompt(row)
+    talk = readable(tokenizer, talk._replace(messages=images.read(talk.messages, processor)))
     seen = images.of(talk.messages)
     if not tokenizer.chat_template and isinstance(row.get("prompt"), str) and not seen:
         ids = known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
         return Prompt(ids, (), tokenizer.decode(ids))
     text = render(tokenizer, talk.messages, talk.tools, talk.variables, ask=True)
-    ids = known(tokenizer, tokenizer.encode(text, add_special_tokens=False), *conversation.texts(talk.messages))
+    conversation.unicode(text)
+    ids = known(tokenizer, tokenizer.encode(text, add_special_tokens=False), *talk.texts(text))
     return Prompt(processor.expanded(ids, seen) if processor else ids, seen, text)
 
 
