@@ -304,5 +304,5 @@ def test_the_page_names_no_other_fields():
     page = (Path(__file__).parents[1] / "docs/add-a-data-set.md").read_text()
     [section] = re.findall(r"^## Conversations\n(.*?)^## ", page, re.M | re.S)
     named = set(re.findall(r'"([a-z_]+)"', section)) - {"type", "text", "enable_thinking"}
-    tried = json.dumps([[row for row, *_ in cases.values()] for cases in (HONOURED, REFUSED, LEARNT)])
+    tried = json.dumps([[row for row, *_ in cases.values()] for cases in (HONOURED, REFUSED, LEARNT)], default=str)
     assert named - set(re.findall(r'"([a-z_]+)"', tried)) == {"chosen", "rejected"}  # which `RECIPES` has
