@@ -49,6 +49,8 @@ TOKENS = made()
         (ANALYSIS + NEXT + ANALYSIS + NEXT + FINAL, Answer("four", "Two and two.\nTwo and two.")),
         ("<|channel|>analysis to=python<|message|>1 + 1<|call|>", Answer("", "1 + 1")),
         ("<|channel|>analysis<|message|>Two", Answer("", "Two")),  # the answer was cut
+        ("<|message|>four", Answer("four")),  # no channel is named
+        ("<|message|>four<|end|>" + NEXT + FINAL, Answer("four\nfour")),
         (ANALYSIS + NEXT + "<|channel|>fin", Answer("", "Two and two.")),
         (CALL.replace("}", ""), Answer('{"a": 1')),  # a malformed call is content
         ("", Answer("")),

@@ -129,7 +129,7 @@ def _held(text: str, least: int) -> int:
 def _may_begin(text: str) -> bool:
     """Whether a text may be the beginning of a header."""
     begun = text.lstrip()
-    marked = any(mark.startswith(begun[: len(mark)]) for mark in (START, CHANNEL, *ENDS))
+    marked = any(mark.startswith(begun[: len(mark)]) for mark in (START, CHANNEL, MESSAGE, *ENDS))
     return marked or "to=".startswith(begun) or BEGUN.fullmatch(text) is not None
 
 
