@@ -173,3 +173,13 @@ def test_a_missing_data_set_is_refused(tmp_path, monkeypatch, source, message):
 def test_a_limit_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         datasets.rows(write(tmp_path / "rows.jsonl", ROWS), limit=0)
+
+
+def test_rows_of_pandas_have_lists_for_its_arrays(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    rows = [{"messages": [{"role": "user", "content": "a", "parts": ["b"]}], "labels": [1, 0], "answer": "7"}]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    read = pandas.read_parquet(tmp_path / "rows.parquet").to_dict("records")
+    assert not isinstance(read[0]["messages"], list)
+    assert [row for row, _ in datasets.given(read)] == rows
+    assert isinstance(datasets.given(read)[0][0]["labels"], list)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...rollout.chat import images
 from ..runtime import hub
 from . import indexed
@@ -146,10 +148,18 @@ class _Given(Sequence[Placed]):
 
 
 def _entry(row: Any, place: str) -> Placed:
-    return (
-        row if isinstance(row, dict) else ValueError(f"{place}: a row must be a dict, got {type(row).__name__}"),
-        place,
-    )
+    if not isinstance(row, dict):
+        return ValueError(f"{place}: a row must be a dict, got {type(row).__name__}"), place
+    return _listed(row), place
+
+
+def _listed(value: Any) -> Any:
+    """A value with lists instead of the arrays that pandas makes of them."""
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_listed(each) for each in value]
+    return {name: _listed(each) for name, each in value.items()} if type(value) is dict else value
 
 
 def _exceeds(files, suffix):

@@ -209,7 +209,8 @@ def _called(call: Any) -> bool:
         return False
     arguments = function.get("arguments")
     try:
-        return isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, Mapping)
+        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return isinstance(loaded, Mapping) and bool(json_text("arguments", loaded))
     except ValueError:
         return False
 
