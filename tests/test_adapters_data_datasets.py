@@ -11,6 +11,7 @@ import zstandard
 from pyarrow import parquet
 
 from areax.adapters.data import datasets
+from areax.recipes.shared import sources
 
 ROWS = [
     {"prompt": "a\u2028b", "answer": 1, "messages": [{"role": "user", "content": "x"}]},
@@ -183,3 +184,5 @@ def test_rows_of_pandas_have_lists_for_its_arrays(tmp_path):
     assert not isinstance(read[0]["messages"], list)
     assert [row for row, _ in datasets.given(read)] == rows
     assert isinstance(datasets.given(read)[0][0]["labels"], list)
+    stream = sources.Converted(iter(read), "", 0, lambda row: None, "stop", False, True)
+    assert list(stream) == rows

@@ -150,16 +150,16 @@ class _Given(Sequence[Placed]):
 def _entry(row: Any, place: str) -> Placed:
     if not isinstance(row, dict):
         return ValueError(f"{place}: a row must be a dict, got {type(row).__name__}"), place
-    return _listed(row), place
+    return listed(row), place
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     """A value with lists instead of the arrays that pandas makes of them."""
     if isinstance(value, np.ndarray) and value.ndim == 1:
         value = value.tolist()
     if isinstance(value, list):
-        return [_listed(each) for each in value]
-    return {name: _listed(each) for name, each in value.items()} if type(value) is dict else value
+        return [listed(each) for each in value]
+    return {name: listed(each) for name, each in value.items()} if type(value) is dict else value
 
 
 def _exceeds(files, suffix):

@@ -264,7 +264,7 @@ class Converted:
             if row != self._row:
                 self._say(f"rows: rows are made of the fields {sorted(record)} by --row {row}")
             self._use = rows.reader(row, self._check, self._recognise)
-        return self._use(record)
+        return self._use(datasets.listed(record))
 
 
 def _unbatched(given: Iterable) -> Iterator:
