@@ -185,7 +185,6 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
-    common.say_added_ends(config.model, model, tokens)
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
         common.check_own_engine(config.model, serving.serve.sized(length))
@@ -203,7 +202,9 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         seed=config.seed, spec=options.curriculum,
     )  # fmt: skip
     read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
-    return prompts, {name: read(source) for name, source in heldout.items()}, check.images
+    heldout = {name: read(source) for name, source in heldout.items()}
+    common.say_added_ends(config.model, model, tokens)
+    return prompts, heldout, check.images
 
 
 def build_trainer(config: Config) -> Trainer:
