@@ -202,9 +202,9 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         seed=config.seed, spec=options.curriculum,
     )  # fmt: skip
     read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
-    heldout = {name: read(source) for name, source in heldout.items()}
+    held = {name: read(source) for name, source in heldout.items()}
     common.say_added_ends(config.model, model, tokens)
-    return prompts, heldout, check.images
+    return prompts, held, check.images
 
 
 def build_trainer(config: Config) -> Trainer:
