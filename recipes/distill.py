@@ -77,7 +77,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     sample = offline.sampler(tokens, images.of_model(config.model))
 
     def samples(rows: list[dict]) -> list[Sample]:
-        made = [sample(row, offline.said("distill", row)).replace(info={"row": row}) for row in rows]
+        made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
     config, prompts, heldout = offline.read(config, samples, quiet, given=given)

@@ -110,7 +110,7 @@ def check(row: dict, objective: Objective) -> None:
     if not (isinstance(row.get("prompt"), str) or row.get("messages")):
         raise ValueError(f"{objective.name}: every row needs a 'prompt' or 'messages', {fields}")
     for name in wanted:
-        offline.said(objective.name, row, name)
+        offline.completion(objective.name, row, name)
     if kto and not (isinstance(row.get("label"), bool | int) and row["label"] in (0, 1)):
         raise ValueError(f"KTO: every row needs a 'label' true or false, got {row.get('label')!r}; {fields}")
     if getattr(objective, "margin", False):

@@ -86,7 +86,7 @@ def paired(objective, row):
 
 
 def distilled(row):
-    return written([offline.sampler(T)(row, offline.said("distill", row))])
+    return written([offline.sampler(T)(row, offline.completion("distill", row))])
 
 
 RECIPES = {

@@ -129,6 +129,18 @@ def test_tools_are_called_and_their_results_are_sent_back():
     assert "tool\n4<|im_end|>" in heard[1] and "tool\nerror: " in heard[2]
 
 
+def test_the_variables_of_a_row_decide_whether_its_prompt_opens_the_reasoning():
+    tokens = tokenizer.byte_level()
+    tokens.chat_template += "{% if add_generation_prompt and enable_thinking != false %}<think>\n{% endif %}"
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+    how = dict(tokenizer=tokens, sampling=SAMPLING, reward=right, tools=[f"{__file__}:add"], style="qwen")
+    for variables, said in (({"enable_thinking": False}, ""), ({"enable_thinking": True}, "Add.</think>")):
+        generate, heard = policy(f"{said}{call}", f"{said}4")
+        row = {"prompt": "2 + 2", "answer": "4", "chat_template_kwargs": variables}
+        assert {sample.reward for sample in asyncio.run(multi_turn.tool_loop(generate, row, **how))} == {1.0}
+        assert "tool\n4<|im_end|>" in heard[1]
+
+
 def test_calls_are_read_in_the_format_of_the_chat_template():
     tokens = tokenizer.byte_level()
     tokens.chat_template += """{# tools <|start_header_id|> <|eot_id|> "parameters": #}"""  # as Llama's
@@ -140,6 +152,6 @@ def test_calls_are_read_in_the_format_of_the_chat_template():
     for shown, style in (("", "plain"), ("{{ tools }}", "unknown")):
         tokens.chat_template = tokenizer.CHAT_TEMPLATE + shown
         with pytest.raises(
-            ValueError, match=f"tool_loop: style must be a format of calls, qwen, .* got {style} by the"
+            ValueError, match=f"tool_loop: style must be a format of calls, qwen, .* got {style}, by the"
         ):
             asyncio.run(multi_turn.tool_loop(generate, row, tokenizer=tokens, sampling=SAMPLING, reward=right))

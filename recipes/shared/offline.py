@@ -63,7 +63,8 @@ def demonstrations(tokens, learn: chat_sft.Learn, processor: Processor | None = 
             raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
         if images.of_row(row):
             return chat_sft.sample(tokens, row, learn, processor)
-        return sample(conversation.json_text("a row", {**conversation.asked(row), "completion": row.get("completion")}))
+        given = {**conversation.prompt_fields(row), "completion": row.get("completion")}
+        return sample(conversation.json_text("a row", given))
 
     return made
 
@@ -71,8 +72,6 @@ def demonstrations(tokens, learn: chat_sft.Learn, processor: Processor | None = 
 def sampler(tokens, processor: Processor | None = None) -> Callable[[dict, Any], Sample]:
     """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt, a text or a message;
     repeated ones are tokenised once; `processor` as in `demonstrations`."""
-    processor = processor and processor.as_given()
-
     made = demonstrations(tokens, "last", processor)
     return lambda row, completion: made({**row, "completion": completion})
 
@@ -146,7 +145,7 @@ def read(
     return replace(config, vision=vision.decided(config.vision, seen)), train, heldout
 
 
-def said(recipe: str, row: dict, name: str = "completion") -> Any:
+def completion(recipe: str, row: dict, name: str = "completion") -> Any:
     """The row's completion, in the field `name`: a text, a message of the assistant, or a list of one."""
     if isinstance(row.get(name), str | dict) or (isinstance(row.get(name), list) and len(row[name]) == 1):
         return row[name]

@@ -39,7 +39,7 @@ class Conversation(NamedTuple):
         return texts(self.messages) + [text for text in strings(self.tools) if text in rendered]
 
 
-def asked(row: Mapping[str, Any]) -> dict[str, Any]:
+def prompt_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row that its prompt is made of, and those for which it is refused."""
     given = {name: row.get(name) for name in (*FIELDS, *UNREAD)}
     return {

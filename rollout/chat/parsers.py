@@ -1,4 +1,4 @@
-"""Parses generated text into reasoning, content and tool calls, at once or streamed, in the formats of five families.
+"""Parses generated text into reasoning, content and tool calls, at once or streamed, in the formats of STYLES.
 
 Malformed tool calls stay content: those with invalid JSON, or not in the family's format. One that the limit of tokens
 has cut is a call with the beginning of its arguments.
@@ -66,7 +66,7 @@ Reader = Callable[[str, Schemas], Sequence[tuple[str, dict | str]]]  # as `Style
 
 @dataclass(frozen=True)
 class Style:
-    """A model family's format for tool calls.
+    """A model family's format of reasoning and tool calls.
 
     Attributes:
       open, close: markers around calls; with an empty `close` they extend to the end of the text. The first `close`
@@ -142,7 +142,7 @@ class Parser:
       style: a name in STYLES.
       tools: those that the model may call, in OpenAI's format, or True; without any, calls are content.
       reasoning: treat text between <think> and </think> at the beginning as reasoning, without tool calls.
-      opened: the prompt already ends with <think>.
+      opened: the prompt already opens the reasoning (`opened`).
       one_call: a call ends the text: what follows the first one is dropped.
       forced: the text has no content: it is calls.
       nonce: used in the ids of calls: the same text with the same nonce gives the same ids.
@@ -199,7 +199,7 @@ class Parser:
                 think = self._style.think[0]
                 if begun.startswith(think):
                     self._state, self._trim, self._buffer = "reasoning", True, begun[len(think) :]
-                elif cut and len(begun) >= DISTINCT and think.startswith(begun):
+                elif cut and len(begun) >= channels.DISTINCT and think.startswith(begun):
                     self._buffer = ""
                 elif final or not think.startswith(begun):
                     self._state = "content"
@@ -272,7 +272,7 @@ class Parser:
             held = next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))
             if not final:
                 rest = text[len(text) - held :]
-            if not final or held >= (1 if self._forced or self._calls else DISTINCT):
+            if not final or held >= (1 if self._forced or self._calls else channels.DISTINCT):
                 text = text[: len(text) - held]
         self._buffer = rest
         return text, bool(found)
@@ -527,7 +527,6 @@ STYLES = {  # of `formats.NAMES`, and UNKNOWN
     "plain": Style("", "", _no_calls, _no_calls, ""),
     UNKNOWN: Style("", "", _no_calls, _no_calls, ""),
 }
-DISTINCT = 3  # characters of a marker that are hardly text
 
 
 def decoder(tokenizer: Any, style: str = "") -> Callable[[Sequence[int]], str]:
@@ -544,6 +543,11 @@ def special_markers(tokenizer: Any, style: str = "") -> frozenset[int]:
     markers = STYLES[style_for(tokenizer, style)].markers
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(id for id, token in added if token.special and token.content in markers)
+
+
+def opened(prompt: str, style: str) -> bool:
+    """Whether a prompt already opens the reasoning, so that an answer's text begins inside it."""
+    return prompt[-100:].rstrip().endswith(STYLES[style].think[0].rstrip())
 
 
 def said(text: str, style: str, cut: bool = False) -> Answer:

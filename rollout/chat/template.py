@@ -68,11 +68,6 @@ def prompted(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor
     return Prompt(processor.expanded(ids, seen) if processor else ids, seen, text)
 
 
-def asked(tokenizer: Any, row: Mapping[str, Any]) -> Conversation:
-    """The conversation that a row asks to continue, `conversation.prompt`, as `readable`."""
-    return readable(tokenizer, conversation.prompt(row))
-
-
 def readable(tokenizer: Any, talk: Conversation) -> Conversation:
     """A row's conversation; the assistant's messages without the end of turn that some texts have already, since the
     template adds one.
@@ -82,7 +77,7 @@ def readable(tokenizer: Any, talk: Conversation) -> Conversation:
     """
     check_variables(tokenizer, talk.variables)
     if any(message["role"] == "assistant" for message in talk.messages):
-        ends = {closing(tokenizer).strip(), tokenizer.eos_token or ""} - {""}
+        ends = sorted({closing(tokenizer).strip(), tokenizer.eos_token or ""} - {""}, key=len, reverse=True)
         talk = talk._replace(
             messages=[_ended(one, ends) if one["role"] == "assistant" else one for one in talk.messages]
         )
@@ -274,11 +269,6 @@ def after(tokenizer: Any, last: int, closing: str) -> str:
     stop = tokenizer.decode([last])
     ends = [stop] if stop in closing else [tokenizer.decode([id]) for id in encode(tokenizer, closing) if id in special]
     return closing.partition(ends[0])[2] if ends else closing
-
-
-def opens(tokenizer: Any) -> bool:
-    """Whether the generation prompt already opens the reasoning, so that an answer's text begins inside it."""
-    return render(tokenizer, [{"role": "user", "content": "areax"}], (), {}, ask=True).rstrip().endswith("<think>")
 
 
 def continuation(before: str, spoken: str, now: str, *, texts: Sequence[str], closing: str) -> str | None:

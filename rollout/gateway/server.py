@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from ..chat import fields, images, parsers
 from ..chat.api import abilities, chat, completions, messages, responses
-from ..chat.api.ask import DOCUMENTS, Ask, check_calls, opened, render, seen
+from ..chat.api.ask import DOCUMENTS, Ask, check_calls, render, seen
 from ..chat.api.logprobs import Reading
 from ..chat.fields import Refused
 from ..chat.first_call import FirstCall
@@ -150,18 +150,21 @@ class Gateway:
             rule = "cannot be forced here in this model's format of answers; ask for it in the conversation"
             raise Refused(DOCUMENTS[http.url.path], f"{rule}, got {self._style}")
 
+        opened = parsers.opened(text, self._style)
         read: list[int] = []  # tokens of the prompt, once for each answer
 
         async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
             new = functools.partial(
-                Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=opened(text, self._style),
+                Parser, self._style, tools=ask.tools, reasoning=self._reasoning, opened=opened,
                 one_call=ask.one_call, nonce=secrets.token_hex(8),
             )  # fmt: skip
-            first = FirstCall(parsers.decoder(self._tokenizer, self._style), new(), ask.sampling.get("stop", ()))
+            ends = None
+            if ask.one_call and ask.tools:
+                decode = parsers.decoder(self._tokenizer, self._style)
+                ends = FirstCall(decode, new(), ask.sampling.get("stop", ())).end
             asked = functools.partial(
                 entry.session.ask, ask.messages, tools=ask.tools, template=ask.template,
-                parse=lambda text, cut: parsers.parsed(new(), text, cut),
-                ends=first.end if ask.one_call and ask.tools else None, **ask.sampling,
+                parse=lambda text, cut: parsers.parsed(new(), text, cut), ends=ends, **ask.sampling,
             )  # fmt: skip
             if not ask.stream:
                 return await asked()

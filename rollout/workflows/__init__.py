@@ -48,7 +48,7 @@ async def single_turn(
         if images.within(talk.messages):
             prompt = await asyncio.to_thread(template.prompted, tokenizer, row, processor)
         else:
-            prompt = _templated(tokenizer, processor, conversation.json_text("a row", conversation.asked(row)))
+            prompt = _templated(tokenizer, processor, conversation.json_text("a row", conversation.prompt_fields(row)))
         seen = {"images": prompt.images} if prompt.images else {}
         done = await generate(list(prompt.tokens), **seen, **sampling.arguments())
     except ValueError as error:

@@ -89,12 +89,12 @@ async def tool_loop(
     Raises:
       ValueError: calls of this format are not read, or the row has no prompt.
     """
-    style = parsers.style_for(tokenizer, style)
+    named, style = style, parsers.style_for(tokenizer, style)
     if style not in parsers.STYLES or not parsers.STYLES[style].calls:
         known = ", ".join(name for name in parsers.NAMES if parsers.STYLES[name].calls)
         raise ValueError(
-            f"tool_loop: style must be a format of calls, {known}, got {style} by the chat template; name "
-            "the model's in --workflow-options"
+            f"tool_loop: style must be a format of calls, {known}, got {style}"
+            f"{'' if named else ', by the chat template'}; name the model's in --workflow-options"
         )
     session = Session(generate, tokenizer, processor, sampling=sampling, style=style)
     messages, shown = _begun(tokenizer, row)
@@ -104,7 +104,9 @@ async def tool_loop(
         )
     kit = _kit(tuple(tools))
     shown["tools"] = [toolbox.schema(tool) for tool in kit]
-    opened = template.opens(tokenizer)
+    texts = [{**message, "content": images.words(message.get("content"))} for message in messages]
+    prompt = template.render(tokenizer, texts, shown["tools"], shown["template"], ask=True)
+    opened = parsers.opened(prompt, style)
     parse = lambda text, cut: parsers.parse(text, style, cut=cut, opened=opened)
     for _ in range(_counted(turns)):
         x = await _next(session, messages, parse=parse, **shown)
@@ -206,7 +208,7 @@ async def judged(
 
 def _begun(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages of a row's prompt, and what else `Session.ask` needs of it."""
-    talk = template.asked(tokenizer, row)
+    talk = template.readable(tokenizer, conversation.prompt(row))
     return talk.messages, {"tools": talk.tools, "template": talk.variables}
 
 

@@ -87,11 +87,6 @@ def check_calls(ask: Ask, style: str) -> None:
     rule(parsers.STYLES[style].calls or not ask.tools, "tools", unread, style)
 
 
-def opened(prompt: str, style: str) -> bool:
-    """Whether a prompt already opens the reasoning."""
-    return prompt[-100:].rstrip().endswith(parsers.STYLES[style].think[0].rstrip())
-
-
 def encoded(event: Event) -> bytes:
     """A server-sent event."""
     name, data = event

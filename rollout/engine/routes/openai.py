@@ -179,7 +179,7 @@ class OpenAI:
         asks.check_calls(ask, self._style)
         think, thought = STYLES[self._style].think
         thinks = think.rstrip() in self._chat_template and not prompt[-100:].rstrip().endswith(thought)
-        reasoning = "open" if asks.opened(prompt, self._style) else "may" if thinks else ""
+        reasoning = "open" if parsers.opened(prompt, self._style) else "may" if thinks else ""
         tokens, seen = template.encode(tokenizer, prompt), images.of(ask.messages)
         tokens = processor.expanded(tokens, seen) if processor else tokens
         engine = self.service.engine
