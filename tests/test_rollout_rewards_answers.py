@@ -4,7 +4,7 @@ import cpu
 import pytest
 
 from areax.rollout.rewards import choice, code, json_schema, match
-from areax.rollout.rewards.answers import block, said
+from areax.rollout.rewards.answers import block, without_thoughts
 from areax.rollout.tasks import countdown
 
 F = "def f(x):\n    return x + 1\n"
@@ -26,7 +26,7 @@ F = "def f(x):\n    return x + 1\n"
     ],
 )
 def test_thoughts_are_not_part_of_an_answer(text, answer):
-    assert said(text) == answer
+    assert without_thoughts(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 LANGUAGE = re.compile(r"[a-z+#]+")  # of an info string: python3, Python, {.python}, python:solution.py
 
 
-def said(text: str) -> str:
+def without_thoughts(text: str) -> str:
     """The text without its thoughts: <think>...</think>, also begun in the prompt, or cut off before its end."""
     return THOUGHT.sub("", text).rpartition("</think>")[2]
 
 
 def block(text: str, *languages: str) -> str:
-    """The content of the last fenced code block in `said(text)` that is marked as one of the languages.
+    """The content of the last fenced code block in `without_thoughts(text)` that is marked as one of the languages.
 
     Without such a block it is the last one without a language, and without any the whole text. Fences are those of
     CommonMark: a block ends at a fence of its own character that is at least as long, else at the end of the text; it
@@ -25,7 +25,7 @@ def block(text: str, *languages: str) -> str:
     not end otherwise ends at a fence within a line (```</answer>), and a lone last fence ends a block that began in the
     prompt.
     """
-    answer = re.sub("\r\n?", "\n", said(text))
+    answer = re.sub("\r\n?", "\n", without_thoughts(text))
     late = rf"(?mi)(?<!`)`{{3,}}[ \t]*(?:{'|'.join(languages)})[0-9.]*[ \t]*$"
     answer = re.sub(late, _in_a_line_of_its_own, answer)
     fences = [token for token in _markdown().parse(answer) if token.type == "fence"]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .answers import said
+from .answers import without_thoughts
 
 _BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf))*"
 _AFTER = r"(?![A-Za-z0-9'\u2019])"
@@ -24,7 +24,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 
     The choice is the letter in the last \\boxed{...}, else in the last <answer>, else after the last "answer" or
     "correct option" ("The answer is (B)", "Answer: **B**"; a capital only), else the last line if it is a single
-    letter. Two letters in that place ("A or B") count as no choice. Thoughts do not count (`answers.said`).
+    letter. Two letters in that place ("A or B") count as no choice. Thoughts do not count (`answers.without_thoughts`).
 
     Args:
       row: `answer` is the letter, or the zero-based index of the right choice.
@@ -41,7 +41,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 
 def chosen(text: str) -> str | None:
     """The letter that a completion chooses (see `reward`), in upper case; None if there is none."""
-    text = said(text)
+    text = without_thoughts(text)
     for pattern in MARKED:
         if found := list(pattern.finditer(text)):
             return None if ANOTHER.match(text, found[-1].end()) else found[-1][1].upper()

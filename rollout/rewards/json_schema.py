@@ -13,8 +13,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
     """1.0 if `text` is JSON that satisfies `row["schema"]` (JSON Schema, an object or its text), else 0.0.
 
     The last ```json block outside of thoughts counts, else the last block without a language, or the whole text if
-    there is none (`answers.block`). NaN and Infinity are not JSON. External
-    references in the schema are not followed.
+    there is none (`answers.block`). NaN and Infinity are not JSON. External references in the schema are not followed.
 
     Raises:
       ValueError: the row's schema is invalid.

@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .answers import said
+from .answers import without_thoughts
 
 THINK = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)*"
 
 
 def exact(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if `text` equals `row["answer"]`, or one of them if that is a list; thoughts (`answers.said`) and
+    """1.0 if `text` equals `row["answer"]`, or one of them if that is a list; thoughts (`answers.without_thoughts`) and
     surrounding white space are ignored."""
     answers = row["answer"] if isinstance(row["answer"], list | tuple) else [row["answer"]]
-    return float(said(text).strip() in {str(answer).strip() for answer in answers})
+    return float(without_thoughts(text).strip() in {str(answer).strip() for answer in answers})
 
 
 def regex(text: str, row: Mapping[str, Any]) -> float:

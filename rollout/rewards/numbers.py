@@ -44,7 +44,7 @@ REWRITE: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [  # LaT
         lambda m: m[1],
     ),
     (re.compile(rf"{_GAP}\\[cdt]?frac(?![A-Za-z]){_PART}{_PART}"), lambda m: _apart(m, m[1] or m[2], m[3] or m[4])),
-    (VULGAR, lambda m: _apart(m, *unicodedata.normalize("NFKC", m[1]).split("⁄"))),
+    (VULGAR, lambda m: _vulgar(m)),
     (re.compile(rf"(?<=[0-9])\s*(?:\\times|\\cdot|[x*×·])\s*{_POWER}"), lambda m: "e" + _power(m)),
     (re.compile(rf"(?<![\w.]){_POWER}"), lambda m: "1e" + _power(m)),
     (re.compile(r"(?<=[A-Za-z})])\^\{?[0-9]+\}?"), lambda m: ""),  # the exponent of a unit: cm^2
@@ -89,14 +89,17 @@ def read(text: str) -> tuple[Decimal | Fraction, bool] | None:
 
 def as_latex(text: str) -> str:
     """The text with what LaTeX has no notation for, mixed numbers, e-3 and ½, as fractions and decimals."""
-    text = VULGAR.sub(lambda m: _apart(m, *unicodedata.normalize("NFKC", m[1]).split("\u2044")), text)
-    text = _MIXED.sub(_improper, text)
+    text = _MIXED.sub(_improper, VULGAR.sub(_vulgar, text))
     return _SCIENTIFIC.sub(lambda m: format(Decimal(m[0]), "f"), text.replace("\u2212", "-"))
 
 
 def _improper(found):
     whole, over, under = (int(re.sub("[ ,]", "", part)) for part in found.groups())
     return rf"\frac{{{whole * under + over}}}{{{under}}}"
+
+
+def _vulgar(found):
+    return _apart(found, *unicodedata.normalize("NFKC", found[1]).split("\u2044"))
 
 
 def _apart(found, over, under):

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from ..rewards import equality, numbers
-from ..rewards.answers import said
+from ..rewards.answers import without_thoughts
 
 PROMPT = "{problem}\nReason step by step, and put the final answer into \\boxed{{}}."
 _BOX = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
@@ -79,7 +79,7 @@ def reward(text: str, row: dict) -> float:
 
     The final answer is the \\boxed{...} one, else what the text calls its answer, else its last expression. Boxes with
     different values, wherever they are, count as a set of answers, so guessing twice does not pay. Thoughts do not
-    count (`rewards.answers.said`).
+    count (`rewards.answers.without_thoughts`).
 
     Rational numbers are compared exactly, in the notations of `rewards.numbers`; how, and what else is equal, says
     `rewards.equality.equal`.
@@ -92,7 +92,7 @@ def reward(text: str, row: dict) -> float:
     wanted = _answer(gold if boxes(gold) else f"\\boxed{{{gold}}}")
     if not wanted:
         raise ValueError(f"competition_math: the answer of a row cannot be parsed, got {gold!r}")
-    return float(_equal(wanted, _answer(said(text))))
+    return float(_equal(wanted, _answer(without_thoughts(text))))
 
 
 def _answer(text: str) -> list[Any]:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..rewards.answers import said
+from ..rewards.answers import without_thoughts
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -162,9 +162,9 @@ def reward(text: str, row: dict) -> float:
 
     Correct: its exact value is the target, and it uses each number exactly once and only the row's operators. The
     content of the last <answer>...</answer> counts, or the whole text if there is none; thoughts do not
-    (`rewards.answers.said`).
+    (`rewards.answers.without_thoughts`).
     """
-    text = said(text)
+    text = without_thoughts(text)
     tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     try:
         value, used = evaluate((tagged[-1] if tagged else text).strip(), row["operators"])

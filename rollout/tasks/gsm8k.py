@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from ..rewards import numbers
-from ..rewards.answers import said
+from ..rewards.answers import without_thoughts
 
 PROMPT = "{question}\nReason step by step, then write #### and the final answer as a number."
 
@@ -73,8 +73,9 @@ def reward(text: str, row: dict) -> float:
     answer, and nothing is calculated.
 
     Numbers are written in digits, as `rewards.numbers` reads them; 40% is 40, and 18th is no number. Values are
-    compared exactly: 72.0 is 72 and 144/2 is 72, 71.999 is not. Thoughts do not count (`rewards.answers.said`). The
-    row's `answer` may also be a full solution that ends in #### and the number.
+    compared exactly: 72.0 is 72 and 144/2 is 72, 71.999 is not. Thoughts do not count
+    (`rewards.answers.without_thoughts`). The row's `answer` may also be a full solution that ends in #### and the
+    number.
     """
     gold = number(str(row["answer"]).rsplit("####", 1)[-1])
     if gold is None:
@@ -84,7 +85,7 @@ def reward(text: str, row: dict) -> float:
 
 def final(text: str) -> Decimal | Fraction | None:
     """The final answer in a completion (see `reward`); None if there is none."""
-    text = said(text)
+    text = without_thoughts(text)
     hashes, box = text.rfind("####"), text.rfind("\\boxed{")
     if hashes > box:
         return number(text[hashes + len("####") :].strip().partition("\n")[0])
