@@ -51,6 +51,5 @@ def explain(config, mesh, dtype="float32") -> str:
 __all__ = [
     "FAMILIES", "Run", "ScoreHead", "Scores", "backbone", "classify", "config_from_hf", "config_to_hf",
     "default_dtype", "explain", "forward", "head", "score", "table", "text_only", "trie_alignment", "trie_lengths",
-    "value", "vision",
-    "with_vision",
+    "value", "vision", "with_vision",
 ]  # fmt: skip

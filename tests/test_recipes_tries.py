@@ -196,5 +196,5 @@ def test_rope_that_depends_on_the_length_keeps_samples_apart_and_is_said_in_one_
     assert not capsys.readouterr().err
     common.note_rope(settings, 21)
     said = capsys.readouterr().err
-    assert said.startswith("rope of sequences longer than 20 tokens differs: ") and said.count("\n") == 1
+    assert said.startswith("rope changes in sequences longer than 20 tokens: ") and said.count("\n") == 1
     assert "--length 20 avoids it" in said

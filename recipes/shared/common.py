@@ -193,8 +193,9 @@ def note_rope(settings, length: int) -> None:
     crossed = [switch for switch in rope_switches(settings.records) if switch < length]
     if crossed:
         progress.say(
-            f"rope of sequences longer than {crossed[0]:,} tokens differs: training scores such a completion as long "
-            f"throughout, its first tokens were sampled as of a short one; --length {crossed[0]} avoids it"
+            f"rope changes in sequences longer than {crossed[0]:,} tokens: training scores all of a longer completion "
+            "with the new frequencies, but its first tokens were sampled with the old ones; "
+            f"--length {crossed[0]} avoids it"
         )
 
 

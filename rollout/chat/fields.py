@@ -164,7 +164,7 @@ def call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
         isinstance(id, str) and isinstance(name, str) and name != "", where, "a call needs an id and a name", [id, name]
     )
     arguments = arguments or "{}"
-    rule(isinstance(arguments, str), where, "the arguments of a call must be the text of a JSON object", arguments)
+    rule(isinstance(arguments, str), where, "the arguments of a call must be text, the JSON of an object", arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

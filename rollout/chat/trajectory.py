@@ -36,7 +36,8 @@ class Interaction:
       id: unique.
       completion: the sampled completion.
       closed: if it has stopped, a stop token or string ended it.
-      text: the completion's text without its stop token or string; of special tokens only `parsers.MARKERS` are kept.
+      text: the completion's text without its stop token or string; of special tokens only those of
+        `parsers.Style.markers` are kept.
       answer: the parsed text.
       score: its own reward, if one was set.
     """

@@ -69,8 +69,8 @@ def _switches(config, context: int) -> tuple[int, ...]:
     if dynamic := found - set(models.trie_lengths(config)):
         if context > min(dynamic):
             raise ValueError(
-                f"Engine: context must be at most {min(dynamic)} tokens with dynamic rope, max_position_embeddings, as "
-                f"every longer length turns all keys otherwise, got {context}"
+                f"Engine: context must be at most max_position_embeddings, {min(dynamic)} tokens, with dynamic rope, "
+                f"because every further token would change all cached keys, got {context}"
             )
     return tuple(sorted(length for length in found - dynamic if length < context))
 

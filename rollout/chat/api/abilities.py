@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,12 +76,17 @@ def of(tokenizer: Any, processor: images.Processor | None = None) -> Abilities:
     chat = getattr(tokenizer, "chat_template", None) or ""
     variables = template.variables_of(tokenizer) if chat else frozenset()
     text = "\n".join(chat.values()) if isinstance(chat, Mapping) else chat
-    named = [effort for effort in EFFORTS if re.search(rf"""(["']){effort}\1""", text)]
-    efforts = () if "reasoning_effort" not in variables else tuple(named) if len(named) > 1 else GRADED
     return Abilities(
         switch=next((name for name in SWITCHES if name in variables), ""),
-        efforts=efforts,
+        efforts=_efforts(text) if "reasoning_effort" in variables else (),
         verbosity="verbosity" in variables,
         reasons=parsers.THINK in text,
         images=processor is not None,
     )
+
+
+@functools.lru_cache(maxsize=32)  # once per template, not per request
+def _efforts(text: str) -> tuple[str, ...]:
+    """The efforts that a template with `reasoning_effort` names; GRADED if it names fewer than two."""
+    named = tuple(effort for effort in EFFORTS if re.search(rf"""(["']){effort}\1""", text))
+    return named if len(named) > 1 else GRADED

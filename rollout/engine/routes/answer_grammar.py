@@ -45,7 +45,7 @@ def of(
       forced: names of the tools of which one must be called; none = the model decides.
       one_call: at most one call.
       style: a name in `parsers.STYLES`.
-      tokens: ids of the markers (`parsers.MARKERS`) that are tokens of their own, by text.
+      tokens: ids of the markers (`parsers.Style.markers`) that are tokens of their own, by text.
       reasoning: "" = none, "may" = the answer may begin with it, "open" = the prompt has begun it.
 
     Raises:
