@@ -158,6 +158,7 @@ def traced(run):
     return peak if kept else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_the_engine_gets_the_numbers(pairs, family):
     staged, sums = [], []

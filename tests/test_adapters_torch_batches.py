@@ -158,6 +158,7 @@ class Stream(IterableDataset):
         return iter(self._samples)
 
 
+@pytest.mark.slow
 def test_loaders_take_data_sets_of_both_kinds(place):
     made = samples(place)
     for one, other in zip(*(DataLoader(x, BATCH, collate_fn=packed) for x in (made, Stream(made))), strict=True):

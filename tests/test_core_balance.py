@@ -148,6 +148,7 @@ def test_needs():
         jax.eval_shape(step.make_loss(score, alone), params, alone.prepare(batch))
 
 
+@pytest.mark.slow
 def test_the_router_bias_affects_only_which_experts_are_chosen():
     rng = np.random.default_rng(0)
     prob_BTE = jax.nn.softmax(jnp.asarray(rng.normal(size=(2, 7, E)), jnp.float32))

@@ -135,6 +135,7 @@ def test_generalised_js_tends_to_forward_and_reverse_kl(wide):
     np.testing.assert_allclose(of("js", 1 - 1e-7) / 1e-7, of("reverse"), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_fp32_keeps_its_precision_where_probabilities_underflow():
     """Logits far apart, and a teacher whose named tokens leave less to the tail than fp32 can tell."""
     student, teachers = both(scale=60.0)

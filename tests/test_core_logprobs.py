@@ -77,6 +77,7 @@ def test_per_chunk_sees_whole_rows():
     np.testing.assert_array_equal(got, np.argsort(-(hidden @ head.T), -1, kind="stable")[:, :3])
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_chunk_size():
     A, D, V = 1024, 32, 8192
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((A, D), "float32"), ((V, D), "float32"), ((A,), "int32"))]

@@ -398,6 +398,7 @@ NON_FINITE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name, what", thinned(NON_FINITE, 2, pytest.mark.slow))
 def test_non_finite_inputs_are_masked_and_counted(name, what, case):
@@ -504,6 +505,7 @@ def test_weights_and_proximal_policy_carry_no_gradient(name, case):
     assert not np.any(jax.grad(loss)(case.put("prox")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.5, 0.05, 0.0])
 def test_the_critic_loss_regresses_on_the_returns(clip, case):
     spec, critic = losses.PPO(advantage=dict(gamma=0.95)), Critic(clip=clip)
@@ -521,6 +523,7 @@ def test_the_critic_loss_regresses_on_the_returns(clip, case):
         np.testing.assert_allclose(a, b, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [1e-4, 0.05])
 def test_clip_cov_samples_the_stated_number_of_candidates(fraction, case):
     """What is drawn is a part of what a fraction of 1 takes, and of the stated number."""

@@ -521,6 +521,7 @@ def test_nothing_to_learn_is_finite(name):
     assert loss == 0 and not any(g.any() for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", EVERY)
 def test_a_current_policy_that_is_not_finite_is_not_hidden(name):
     spec = EVERY[name]

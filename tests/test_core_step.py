@@ -108,6 +108,7 @@ def test_more_microbatches_do_not_recompile():
     assert fn._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing():
     batch, before = ready(24), jax.tree.map(np.asarray, fresh(ADAM))
     state, report = STEP(fresh(ADAM), batch.replace(weight_BT=batch.weight_BT * jnp.inf))

@@ -64,6 +64,7 @@ def test_a_layer(shared, norm):
     np.testing.assert_allclose(ours(x_BTD, w, None, norm), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_replayed_choices():
     """Experts as given, weights of the current router; a negative number leaves the choice to the token."""
     rng = np.random.default_rng(0)

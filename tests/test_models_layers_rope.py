@@ -149,6 +149,7 @@ def check_tables(family, ropes, hf, positions=POSITIONS):
         np.testing.assert_allclose(ours[1], sin, atol=2e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family, options",
     [

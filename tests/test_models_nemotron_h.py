@@ -208,6 +208,7 @@ def test_options_that_are_not_implemented_are_refused_by_name(option, words):
         models.config_from_hf(TINY | option)
 
 
+@pytest.mark.slow
 def test_tensors_that_predict_further_tokens_are_ignored_and_all_prefixes_are_read(model):
     config, params = model
     specs, arrays = hf.to_tensors(config, params, "float32")

@@ -544,6 +544,7 @@ def files(path):
     return {p.name: p.read_bytes() for p in path.iterdir()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_reads_what_we_write(case, tmp_path, dtype):
     hf.save(tmp_path / "ours", case.config, case.params, dtype)

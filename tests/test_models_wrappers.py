@@ -341,6 +341,7 @@ def test_damage_to_what_is_passed_on_is_found_by_its_manifest(small, tmp_path, c
     assert "does not match manifest.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_tower_is_not_held_in_memory(tmp_path):
     """Reading maps a file, so that the process's memory has what was read until it is released."""
 

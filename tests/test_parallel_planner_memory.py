@@ -272,6 +272,7 @@ def test_argument_bytes_of_narrow_states_match_the_compiled_step(family, name, l
 # -- engines ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)
 @pytest.mark.parametrize("context", [200, 1100])
 def test_a_servers_bytes_are_those_of_the_engine(family, context, slots=3):

@@ -194,6 +194,7 @@ def dots(text: str) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("remat", thinned(REMATS, 3, pytest.mark.slow))
 def test_flops_match_the_compiled_matmuls(remat, family="qwen3"):

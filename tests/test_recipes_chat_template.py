@@ -176,6 +176,7 @@ def test_a_file_of_options_may_write_them_as_a_mapping(tmp_path):
     assert parse.parse(sft.Config, ["--config", str(tmp_path / "run.yaml")], "x").chat_template_kwargs == OPTION
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("given", "message"),
     [

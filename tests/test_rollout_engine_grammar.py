@@ -120,6 +120,7 @@ def test_a_regex_matches_the_whole_text(engine, pattern):
     assert all(re.fullmatch(pattern, text, re.ASCII) for text in answers(engine, requests))
 
 
+@pytest.mark.slow
 def test_ebnf(engine):
     text = """
     root  ::= "sum(" item ("," item)* ")"   # GBNF
@@ -133,6 +134,7 @@ def test_ebnf(engine):
     assert re.fullmatch(r"a\d", made)
 
 
+@pytest.mark.slow
 def test_choices(engine):
     words = ["é🙂", 'a"\nb', "abc", "ab"]
     texts = answers(engine, [ask(i, "choice", json.dumps(words), seed=i) for i in range(12)])

@@ -171,6 +171,7 @@ def test_samples_are_those_of_requests_alone_with_half_the_memory(alone):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_a_cached_prefix_is_that_of_the_same_image(alone):
     """Of another one as far as the text before it; with recurrent layers only the states behind prompts are kept."""
@@ -264,6 +265,7 @@ def test_greedy_answers_are_those_of_transformers(name):
         assert engine.generate([Request("a", tokens, greedy, images=images)])[0].tokens == wanted
 
 
+@pytest.mark.slow
 def test_image_tokens_that_were_sampled_are_text():
     """In an answer, and where a request is sent again with its tokens so far: they stand for no feature."""
     config, params = model("qwen3_vl")

@@ -135,6 +135,7 @@ def test_the_key_of_servers_guards_it_too(place, monkeypatch):
         asyncio.run(main(url))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("released", [False, True])
 def test_a_server_that_has_to_reload_gets_the_weights_of_the_last_push(place, released):
     """Those of a failed push if the engine has released the ones before."""

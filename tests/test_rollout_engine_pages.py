@@ -87,6 +87,7 @@ def test_samples_are_the_same_with_half_the_memory(alone):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_a_cached_prefix_changes_no_bit(alone):
     """Of prompts that were computed before, and whose beginning was."""
@@ -231,6 +232,7 @@ def test_log_probabilities_of_a_prompt_are_of_one_version(monkeypatch):
     assert same(done[0], wanted) and done[0].input_top == wanted.input_top
 
 
+@pytest.mark.slow
 def test_random_aborts_lose_no_page():
     rng = np.random.default_rng(0)
     with engine_of("qwen3 window", 0.4) as engine:
@@ -245,6 +247,7 @@ def test_random_aborts_lose_no_page():
         assert unused(engine)
 
 
+@pytest.mark.slow
 def test_requests_that_lost_their_memory_continue_with_new_weights():
     """What was kept of the old weights' cache is then forgotten, as for all requests that wait."""
     config, params = model("qwen3")

@@ -357,6 +357,7 @@ def test_a_retracted_request_keeps_its_recorded_experts(mixture):
     engine.load(params, "default")
 
 
+@pytest.mark.slow
 def test_recorded_experts_are_sent_in_the_format_of_sglang(mixture):
     """Base64 of i32[tokens but the last, layers, top_k]; a model without experts has none to send."""
     config, params, engine = mixture

@@ -136,6 +136,7 @@ def retracted_twice(engine, request, reports):
     return done[0]
 
 
+@pytest.mark.slow
 def test_counts_survive_a_retraction(engine):
     request = ask("r", more=50, temperature=0.0, frequency_penalty=1.0)
     (whole,) = engine.generate([request])

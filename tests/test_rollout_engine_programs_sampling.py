@@ -126,6 +126,7 @@ def test_a_row_depends_on_its_own_logits_and_controls_only():
             assert (np.asarray(single) == np.asarray(together)[row]).all()
 
 
+@pytest.mark.slow
 def test_top_logprobs_are_the_largest_log_softmax():
     _, _, logp_SK, id_SK = draw(LOGITS, 2, temperature=0.5, top=3, top_k=1)
     wanted_V = np.log(probabilities(LOGITS, 0.5))

@@ -105,6 +105,7 @@ ASKS = {  # by route: the image and the text of a message, and how an answer end
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("path", ASKS)
 def test_conversations_have_images(inside, path):
     server, service = inside

@@ -111,6 +111,7 @@ def test_the_reward_works_in_a_thread():
     assert scores == [score for _, _, score in PAIRS[:9]]
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_to_compute_is_wrong(monkeypatch):
     monkeypatch.setattr(competition_math, "SECONDS", 1)
     assert competition_math.reward("\\boxed{9^{9^{9^9}}}", {"answer": "9"}) == 0.0
