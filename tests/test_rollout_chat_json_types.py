@@ -40,6 +40,7 @@ def types(schema):
         ({"allOf": [{"type": ["string", "null", "boolean"]}, {"not": {"type": "null"}}, {"type": "string"}]}, "string"),
         ({"type": ["object", "null"], "anyOf": [{"type": "object"}, {"type": "string"}]}, "object"),
         ({"type": "number", "anyOf": [{"type": "integer"}, {"type": "string"}]}, "integer"),
+        ({"type": ["number", "integer", "string"], "allOf": [{"type": "string"}]}, "string"),
         ({"const": 1.5}, "number"),
         ({"const": {"a": 1}}, "object"),
         ({"enum": [1, "a", None, True]}, "integer string null boolean"),

@@ -99,18 +99,22 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
     return schema[key] if isinstance(schema.get(key), list) else []
 
 
+def _held(types: set[str]) -> set[str]:
+    """The types, and integers if numbers are among them."""
+    return types | {"integer"} if "number" in types else types
+
+
 def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any] | None:
     """The keywords of two schemas that must both hold; None if nothing satisfies them."""
     both = {**a, **b}
     if "type" in a and "type" in b:
-        integers = {"integer"} if "number" in a["type"] | b["type"] and "integer" in a["type"] | b["type"] else set()
-        both["type"] = (a["type"] & b["type"]) | integers
+        integers = {"integer"} & (a["type"] | b["type"])
+        both["type"] = (a["type"] & b["type"]) | (_held(a["type"]) & _held(b["type"]) & integers)
     if "enum" in a and "enum" in b:
         other = {json.dumps(value, sort_keys=True) for value in b["enum"]}
         both["enum"] = [value for value in a["enum"] if json.dumps(value, sort_keys=True) in other]
     if "enum" in both:
-        allowed = both.get("type", TYPES) | ({"integer"} if "number" in both.get("type", ()) else set())
-        both["enum"] = [value for value in both["enum"] if type_of(value) in allowed]
+        both["enum"] = [value for value in both["enum"] if type_of(value) in _held(both.get("type", TYPES))]
         both["type"] = {type_of(value) for value in both["enum"]}
     if "properties" in a and "properties" in b:
         shared = {
