@@ -26,7 +26,7 @@ def cut(completion, *, finish="length", earlier=()):
         ([cut([8, END]), cut([8, 9], finish="stop")], ""),
         ([cut([8, 9]), cut([8, 9], finish="stop")], ""),
         ([cut([8, 9]), cut([8, END])], "eval: no completion ended before the length limit: the model writes no token"),
-        ([cut([8, 9]), cut([8, END, 9])], "eval: completions go on behind the token that ends a turn: servers do not"),
+        ([cut([8, 9]), cut([8, END, 9])], "eval: completions go on past the token that ends a turn: servers do not"),
         ([cut([8, 9], earlier=[8, END])], "eval: no completion ended before the length limit: the model writes no"),
     ],
 )

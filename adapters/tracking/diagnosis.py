@@ -115,7 +115,7 @@ CONDITIONS = (
         for name, words in (("nll", "the loss"), ("preference", "the loss"), ("divergence", "the divergence"))
     ),
     Condition(
-        "unstopped", (_unhealthy("unstopped"),), "completions go on behind the token that ends a turn",
+        "unstopped", (_unhealthy("unstopped"),), "completions go on past the token that ends a turn",
         "servers do not stop there: their model's generation_config.json should name it in eos_token_id; or the "
         "workflow asks for ignore_eos",
     ),

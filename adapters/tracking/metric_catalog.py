@@ -419,7 +419,7 @@ METRICS = {
     "trie_ratio": "tokens computed over those of the samples, with --trie auto; 1 = none are shared",
     "truncated": "fraction of answers truncated at the length limit",
     "unscorable": "fraction of answers without a reward, excluded from training",
-    "unstopped": "fraction of answers truncated at the length limit that go on behind a token that ends a turn",
+    "unstopped": "fraction of answers truncated at the length limit that go on past a token that ends a turn",
     "unusable_fraction": "fraction of sampled tokens with a log-probability that is not finite, excluded from training",
     "unusable_teacher": "fraction of tokens where the teacher's numbers are not finite, excluded from distillation",
     "update_ratio": "norm of the update over that of the weights",

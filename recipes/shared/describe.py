@@ -77,7 +77,7 @@ def batch(samples: list[Sample], version: int) -> dict:
 
 
 def unstopped(samples: Sequence[Sample], ends: Collection[int]) -> float:
-    """The share of answers that were cut at the length limit and whose last turn goes on behind one of `ends`."""
+    """The share of answers that were cut at the length limit and whose last turn goes on past one of `ends`."""
     last = (s.tokens[s.mask & (s.turn == s.turn.max())][:-1] for s in samples if s.finish == "length")
     return sum(bool(np.isin(tokens, list(ends)).any()) for tokens in last) / len(samples)
 
