@@ -81,7 +81,10 @@ def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Proces
 
 def check_calls(ask: Ask, style: str) -> None:
     """Raises Refused for tools where calls of this style cannot be read."""
-    known = f"the format of this model's calls is not known; name one with --style: {', '.join(parsers.NAMES)}"
+    known = (
+        "the format of this model's calls is not known; name one with --style, or --agent.style of a run: "
+        f"{', '.join(parsers.NAMES)}"
+    )
     rule(style != parsers.UNKNOWN or not ask.tools, "tools", known, style)
     unread = "calls are not read in the format of this model; leave them out"
     rule(parsers.STYLES[style].calls or not ask.tools, "tools", unread, style)
