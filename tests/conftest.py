@@ -10,6 +10,7 @@ import gc
 import importlib
 import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -33,6 +34,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exchange(root):

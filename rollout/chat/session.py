@@ -24,7 +24,7 @@ from .parsers import Answer, decoder, said, style_for
 from .trajectory import Interaction
 
 LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
-Parse = Callable[[str, bool], Answer]
+Parse = Callable[..., Answer]  # parse(text, cut=...)
 
 
 def _content(text: str, cut: bool) -> Answer:
@@ -84,7 +84,8 @@ class Session:
         Args:
           messages, tools: in OpenAI's format; contents are texts, or lists of parts with images (`chat/images.py`).
           template: variables of the chat template, such as `enable_thinking`.
-          parse: parses the answer's text, given also whether the limit of tokens has cut it; None = `parsers.said`.
+          parse: parse(text, cut=...) parses the answer's text, which the limit of tokens may have cut; None =
+            `parsers.said`.
           ends: of the sampled tokens how many are the answer; None = all. It must depend on these alone: then what
             remains has the policy's distribution.
           on_prompt: called with the number of the prompt's tokens before one is sampled.
@@ -224,7 +225,7 @@ class Session:
         if end is not None:
             x.completion, x.closed = _first(x.completion, end), False
         x.text = reader.finish(x.completion.tokens, x.closed and x.completion.finish == "stop")
-        x.answer = parse(x.text, x.completion.finish == "length")
+        x.answer = parse(x.text, cut=x.completion.finish == "length")
         x.id = f"{self.id}-{len(self.interactions)}"
         self.interactions.append(x)
 
