@@ -168,6 +168,7 @@ def test_errors_are_the_same_in_a_terminal_of_any_width(capsys, monkeypatch, col
     assert os.environ["COLUMNS"] == columns
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(capsys, tmp_path):
     for arguments, message in (
         (["--config"], "--config needs a YAML or JSON file, got nothing"),

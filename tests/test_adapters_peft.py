@@ -321,6 +321,7 @@ def rewrite(path, tensors):
     safetensors.write_file(path / "adapter_model.safetensors", entries, tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("targets", [("q", "v", "up"), ("k",), ("gate", "up", "o")], ids=str)
 def test_some_parts_of_fused_modules_have_adapters(targets, base, tmp_path):

@@ -56,6 +56,7 @@ def test_parameters_round_trip(tied, dtype):
     assert again == config and jax.tree.all(jax.tree.map(np.array_equal, params, same))
 
 
+@pytest.mark.slow
 def test_parameters_on_the_cpu_are_not_copied():
     config, params = made(False, "bfloat16")
     state = adapter.to_state_dict(config, params)

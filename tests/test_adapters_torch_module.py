@@ -200,6 +200,7 @@ def kept_by(model):
     return loss, [tuple(x.shape) for x in kept if x.data_ptr() not in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_rematerialisation_changes_only_what_is_kept(remat):

@@ -458,6 +458,7 @@ def test_limits():
     assert not any(g.any() for g, s in zip(gradient["now"], rows, strict=True) if s.label == 0)
 
 
+@pytest.mark.slow
 def test_a_certain_completion_has_finite_odds():
     """log p = 0 would have infinite ones."""
     spec, rng = losses.ORPO(), np.random.default_rng(0)

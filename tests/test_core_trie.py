@@ -140,6 +140,7 @@ def test_every_sample_reads_its_tokens_through_parents(count, rows, length, alig
     same_fields(batch, samples, ["style"])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(2, 24), length=st.sampled_from([24, 64]), align=st.sampled_from([1, 4]), alone=st.integers(0, 3),

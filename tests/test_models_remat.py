@@ -80,6 +80,7 @@ def test_which_activations_are_saved():
     assert kept((("layer_input", "offload"),)) == {(32, "host"): 1}
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("keep, loops", [("full", 3), ("dots", 2), ((("mlp_gate_up", "save"),), 2), ("none", 2)])
 def test_experts_are_recomputed_unless_their_activations_are_saved(keep, loops):

@@ -226,6 +226,7 @@ def guess(rows, groups, slot, count):
 draft = jax.jit(drafts.draft, static_argnames="count")
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_drafts_follow_the_longest_match(data):

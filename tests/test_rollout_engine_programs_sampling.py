@@ -80,6 +80,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution(how):
     np.testing.assert_allclose(logp_S, plain_V[token_S], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_first_maximum_with_its_logprob_at_temperature_1():
     logits_V = [0.5, 2.0, -1.0, 2.0]
     token_S, logp_S, *_ = draw(logits_V, 4, temperature=0.0, top_k=1)

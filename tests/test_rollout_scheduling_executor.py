@@ -910,6 +910,7 @@ def test_at_eta_0_an_adaptive_order_does_not_depend_on_timing(field):
     assert all(cursor["curriculum"]["drawn"] == [] == cursor["open"] for cursor in cursors)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(stop=st.integers(1, 11), seed=st.integers(0, 99), field=st.sampled_from(["", "id"]))
 def test_a_resumed_adaptive_run_equals_an_uninterrupted_one(stop, seed, field):
