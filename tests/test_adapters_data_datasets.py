@@ -177,7 +177,8 @@ def test_a_limit_must_be_positive(tmp_path):
 
 
 def test_rows_of_pandas_have_lists_for_its_arrays(tmp_path):
-    pandas = pytest.importorskip("pandas")
+    import pandas  # which datasets needs
+
     rows = [{"messages": [{"role": "user", "content": "a", "parts": ["b"]}], "labels": [1, 0], "answer": "7"}]
     pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
     read = pandas.read_parquet(tmp_path / "rows.parquet").to_dict("records")
