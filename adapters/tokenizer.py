@@ -209,13 +209,8 @@ def _turn_marker(tokenizer):
 
 @functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
 def _first_special(tokenizer, text):
-    special = _special(tokenizer)
+    special = template.special_tokens(tokenizer)
     return next((id for id in tokenizer.encode(text, add_special_tokens=False) if id in special), None)
-
-
-def _special(tokenizer):
-    added = tokenizer.added_tokens_decoder.items()
-    return {id for id, token in added if token.special}.union(tokenizer.all_special_ids)
 
 
 def _line(error):

@@ -44,6 +44,7 @@ def kept(correction, log_ratio, reward=1.0, order=None, rows=4):
 LOW, HIGH, E = 0.6, 1.7, 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "statistic, over",

@@ -313,6 +313,7 @@ def packings():
         return Case(order), Case(order, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", thinned(EVERY, 5, pytest.mark.wide))
 def test_the_loss_does_not_depend_on_microbatching_rows_or_order(name, case, packings):

@@ -202,6 +202,7 @@ def test_no_gradient_of_the_base_is_computed():
     assert not (stacked | experts) & written(lora.over_base(plain, SPEC), adapters, base)
 
 
+@pytest.mark.slow
 def test_saved_and_restored(tmp_path):
     """Stacks without adapters among them."""
     spec = lora.Lora(rank=2, targets=("expert_*",))

@@ -482,6 +482,7 @@ HYBRIDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", HYBRIDS, indirect=True)
 def test_hybrids_equal_float64_token_by_token(case):
@@ -564,6 +565,7 @@ def test_transformers_reads_what_we_write(case, tmp_path, dtype):
             assert torch.equal(theirs(again, tokens()), theirs(case.model, tokens()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_export_load_export_is_bit_identical(case, tmp_path, dtype):
     hf.save(tmp_path / "a", case.config, case.params, dtype)

@@ -104,6 +104,7 @@ def first(place):
     return grpo.main(config(place, "first", servers=(), heldout=(str(place / "heldout.jsonl"),), save_every=2))
 
 
+@pytest.mark.slow
 def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeypatch, capsys):
     """A run with eta = 0 that was killed gives the same parameters, with another server."""
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}

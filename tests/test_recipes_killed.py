@@ -117,6 +117,7 @@ def killed(process):
     return [Path(f"/proc/{p}/cmdline").read_text().replace("\0", " ") for p in rest]
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_run(place):
     """Not the server, a reward worker that hangs and ignores SIGTERM, or the versions in memory."""
     out, before = place / "run", orphans()

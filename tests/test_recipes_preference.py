@@ -55,6 +55,7 @@ def scorer(place):
     return place / "reward/model", preference.main(config(place, "reward", objective=losses.RewardModel()))
 
 
+@pytest.mark.slow
 def test_dpo_learns_and_resumed_equals_uninterrupted(place):
     whole = preference.main(config(place, "whole", save_every=4))
     assert whole["complete"] and whole["heldout_preference_accuracy"] >= 0.95 and whole["heldout_loss"] < 0.5

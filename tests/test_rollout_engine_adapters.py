@@ -93,6 +93,7 @@ def test_samples_do_not_depend_on_the_adapters_of_neighbours(alone, requests, na
     assert all(same(progress, alone[progress.rid]) for progress in done)
 
 
+@pytest.mark.slow
 def test_each_request_uses_its_own_adapter_over_the_current_base(alone):
     for request in POOL:
         if request.sampling.temperature != 0.7:  # greedy requests report log-probabilities at temperature 1

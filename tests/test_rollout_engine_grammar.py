@@ -158,6 +158,7 @@ def same(a, b):
     return a.tokens == b.tokens and a.logp == b.logp and a.top == b.top
 
 
+@pytest.mark.slow
 def test_neighbours_keep_their_bits(engine):
     free = [
         ask(f"free {i}", more=40, temperature=(1.0, 0.0)[i % 2], top_p=(1.0, 0.9)[i % 3 == 2], ignore_eos=True)

@@ -145,6 +145,9 @@ def test_decoding_with_dynamic_rope_ends_where_it_would_scale():
     source = {**HF, "model_type": "llama", **options, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     config = models.config_from_hf(source)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), param.abstract(models.table(config)))
-    with pytest.raises(ValueError, match="Engine: context must be at most max_position_embeddings, 96 tokens, with dynamic rope, .* got 97"):
+    with pytest.raises(
+        ValueError,
+        match="Engine: context must be at most max_position_embeddings, 96 tokens, with dynamic rope, .* got 97",
+    ):
         Engine(config, params, slots=1, context=97)
     Engine(config, params, slots=1, context=96).close()

@@ -115,6 +115,7 @@ def test_an_answer_longer_than_several_steps_is_carried_over_their_pushes(versio
         check(versions, PROMPT + [0], sample.tokens[sample.mask].tolist(), sample.logp[sample.mask], version)
 
 
+@pytest.mark.slow
 def test_generation_ends_in_time_with_what_there_is(versions, server):
     path, label, _ = versions[0][1]
 

@@ -321,6 +321,7 @@ def process(root, key=KEY, port=0):
             own.communicate(timeout=20)
 
 
+@pytest.mark.slow
 def test_a_fleet_pushes_to_servers_that_do_not_see_our_files(place, weights, monkeypatch):
     monkeypatch.setenv(file_server.KEY, KEY)
 

@@ -46,6 +46,7 @@ def asked(url, work, **options):
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_served_teacher_gives_the_scores_of_the_model(server, place):
     data = samples()
     told = asked(server.url, lambda fleet: teacher.annotate(data, {"": fleet}, top_k=K))

@@ -192,8 +192,7 @@ def _stop(tokenizer: Any, text: str, start: int, end: str) -> int | None:
 @functools.lru_cache(maxsize=32)
 def _special(tokenizer: Any) -> tuple[str, ...]:
     """The texts of special tokens, the longest first."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return tuple(sorted({*added, *tokenizer.all_special_tokens} - {""}, key=lambda text: (-len(text), text)))
+    return tuple(sorted({*template.special_tokens(tokenizer).values()} - {""}, key=lambda text: (-len(text), text)))
 
 
 def _lost(tokenizer: Any, talk: Conversation, text: str, span: Span) -> str:

@@ -18,6 +18,7 @@ from .formats import NAMES as NAMES
 from .formats import UNKNOWN as UNKNOWN
 from .formats import style_for as style_for
 from .formats import style_of as style_of
+from .template import special_tokens
 
 THINK, THOUGHT = "<think>", "</think>"
 DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -533,16 +534,14 @@ def decoder(tokenizer: Any, style: str = "") -> Callable[[Sequence[int]], str]:
     """Decodes tokens to the text that a Parser of this style (`style_for`) reads: of special tokens only its markers
     are kept."""
     markers = STYLES[style_for(tokenizer, style)].markers
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    mute = {id for id, token in added if token.special and token.content not in markers}
+    mute = {id for id, text in special_tokens(tokenizer).items() if text not in markers}
     return lambda tokens: tokenizer.decode([token for token in tokens if token not in mute])
 
 
 def special_markers(tokenizer: Any, style: str = "") -> frozenset[int]:
     """The style's markers that are special tokens, which a text without special tokens lacks."""
     markers = STYLES[style_for(tokenizer, style)].markers
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    return frozenset(id for id, token in added if token.special and token.content in markers)
+    return frozenset(id for id, text in special_tokens(tokenizer).items() if text in markers)
 
 
 def opened(prompt: str, style: str) -> bool:

@@ -261,9 +261,18 @@ def _closing(tokenizer: Any, chat_template: str) -> str:
     return render(tokenizer, chat, (), {}, ask=False).rpartition(content)[2]
 
 
+@functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """{id: text} of the special tokens, in the order of ids: marks of turns, calls, reasoning and ends."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {id: token.content for id, token in added.items() if token.special}
+    named = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=True)
+    return dict(sorted({**dict(named), **found}.items()))
+
+
 def after(tokenizer: Any, last: int, closing: str) -> str:
     """The part of `closing` after the stop token `last`: either its own, or another one such as <|eom_id|>."""
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = special_tokens(tokenizer)
     if last not in special:  # the turn was cut off, or a stop string ended it
         return closing
     stop = tokenizer.decode([last])

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...parallel import mesh
 from ..chat.fields import Refused
+from ..chat.template import special_tokens
 from .request import Grammar
 
 KEPT = 128  # most compiled grammars
@@ -247,7 +248,7 @@ class _Words:
     def __init__(self, tokenizer: Any, eos: int):
         self.eos_token_id, self.bos_token_id = eos, None
         self.tokens = [tokenizer.decode([id]).encode() for id in range(len(tokenizer))]
-        self.special_token_ids = [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self.special_token_ids = list(special_tokens(tokenizer))
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:

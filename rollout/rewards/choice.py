@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .answers import without_thoughts
+from .boxes import boxes
 
 _BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf))*"
 _AFTER = r"(?![A-Za-z0-9'\u2019])"
+LETTER = re.compile(rf"{_BEFORE}([A-Za-z]){_AFTER}")  # at the beginning of a box
 MARKED = [  # the first of these that occurs in the text decides, by its last occurrence
-    re.compile(rf"\\boxed{_BEFORE}([A-Za-z]){_AFTER}"),
     re.compile(rf"<answer>{_BEFORE}([A-Za-z]){_AFTER}"),
     re.compile(rf"(?i:\b(?:answer|correct (?:choice|option))(?:\s+is)?\b){_BEFORE}([A-Z]){_AFTER}"),
 ]
@@ -42,8 +43,9 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 def chosen(text: str) -> str | None:
     """The letter that a completion chooses (see `reward`), in upper case; None if there is none."""
     text = without_thoughts(text)
-    for pattern in MARKED:
-        if found := list(pattern.finditer(text)):
-            return None if ANOTHER.match(text, found[-1].end()) else found[-1][1].upper()
+    boxed = [match for box in boxes(text) if (match := LETTER.match(box.content))]
+    for found in (boxed, *(list(pattern.finditer(text)) for pattern in MARKED)):
+        if found:
+            return None if ANOTHER.match(found[-1].string, found[-1].end()) else found[-1][1].upper()
     bare = BARE.fullmatch(text.strip().rpartition("\n")[2])
     return bare[1].upper() if bare else None

@@ -10,12 +10,9 @@ from typing import Any
 
 from ..rewards import equality, numbers
 from ..rewards.answers import without_thoughts
+from ..rewards.boxes import boxes
 
 PROMPT = "{problem}\nReason step by step, and put the final answer into \\boxed{{}}."
-_BOX = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
-# A brace, with the box that it belongs to; a box without a brace; what is skipped, such as \{.
-TOKEN = re.compile(rf"(?P<box>{_BOX})?(?P<open>\{{)|{_BOX}(?P<bare>[^\s${{][^\s$]*)|\\.|\}}", re.DOTALL)
-PERCENT = re.compile(r"[^\S\n]*\$?[^\S\n]*(?:\\?%|percent|pct)")  # behind a box
 # Words, at least one of which is too long for a product of variables.
 WORDS = re.compile(
     r"(?:\\(?:text|textbf|textit|mathrm|mathbf)\{)?\s*((?=[^}]*[A-Za-z]{4})(?!inf)[A-Za-z][A-Za-z ',-]*?)[\s.]*\}?"
@@ -53,25 +50,7 @@ def row(record: dict) -> dict:
 def boxed(text: str) -> str | None:
     """The content of the last of the `boxes` of a text; None if there is none."""
     found = boxes(text)
-    return found[-1] if found else None
-
-
-def boxes(text: str) -> list[str]:
-    """The contents of all \\boxed{...} and \\fbox{...} in a text, of nested ones the inner; without a brace, up to the
-    next space. A percent sign behind a box is part of its content."""
-    found: list[tuple[int, str]] = []  # place, content
-    opened: list[int] = []  # places of contents of boxes, and -1 for other braces
-    for token in TOKEN.finditer(text):
-        start, end = token.span()
-        if token["bare"]:
-            found.append((start, token["bare"]))
-        elif token["open"]:
-            opened.append(end if token["box"] else -1)
-        elif token[0] == "}" and opened:
-            place = opened.pop()
-            if place >= 0 and (not found or found[-1][0] < place):
-                found.append((place, text[place:start].strip() + (r"\%" if PERCENT.match(text, end) else "")))
-    return [content for _, content in found]
+    return found[-1].content if found else None
 
 
 def reward(text: str, row: dict) -> float:
@@ -100,7 +79,8 @@ def _answer(text: str) -> list[Any]:
     from latex2sympy2_extended.sets import FiniteSet
     from math_verify import parse
 
-    if not (contents := boxes(text)):
+    contents = [box.content for box in boxes(text)]
+    if not contents:
         return parse(_latex(text), parsing_timeout=_seconds())
     found: list[list[Any]] = []
     for answer in map(_boxed_answer, dict.fromkeys(contents)):

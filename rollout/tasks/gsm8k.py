@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..rewards import numbers
 from ..rewards.answers import without_thoughts
+from ..rewards.boxes import boxes
 
 PROMPT = "{question}\nReason step by step, then write #### and the final answer as a number."
 
@@ -86,11 +87,11 @@ def reward(text: str, row: dict) -> float:
 def final(text: str) -> Decimal | Fraction | None:
     """The final answer in a completion (see `reward`); None if there is none."""
     text = without_thoughts(text)
-    hashes, box = text.rfind("####"), text.rfind("\\boxed{")
-    if hashes > box:
+    hashes, found_boxes = text.rfind("####"), boxes(text)
+    if hashes > (found_boxes[-1].at if found_boxes else -1):
         return number(text[hashes + len("####") :].strip().partition("\n")[0])
-    if box >= 0:
-        return number(_braced(text[box + len("\\boxed") :]))
+    if found_boxes:
+        return number(found_boxes[-1].content)
     found = list(numbers.NUMBER.finditer(numbers.plain(text)))
     return numbers.value(found[-1]) if found else None
 
@@ -104,13 +105,3 @@ def number(text: str) -> Decimal | Fraction | None:
     side = re.sub(rf"^\s*[{numbers.MINUS}]\s+", "-", numbers.SPACED.sub(lambda m: m[0].replace(" ", ""), side))
     values = {numbers.value(match) for match in numbers.NUMBER.finditer(side)}
     return values.pop() if len(values) == 1 else None
-
-
-def _braced(text):
-    """The content of the brace that `text` begins with; up to the end if it is not closed."""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[1:at]
-    return text[1:]

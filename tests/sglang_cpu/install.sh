@@ -8,6 +8,6 @@ target=${1:?usage: install.sh DIR}
 list=$(dirname "$0")/requirements.txt
 "${PYTHON:-python3}" -m venv "$target"
 install() { "$target/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
-install "$(grep '^torch==' "$list")" -c "$list"
+install "$(grep '^torch==' "$list")"
 install --no-deps -r "$list"
 "$target/bin/python" "$(dirname "$0")/serve.py" --version
