@@ -116,6 +116,11 @@ test-slow: export XLA_FLAGS += $(fast)
 test-slow: $(dev) ## run the tests that take more than half a second: recipes, resumes, algorithms of every kind, TRL and PEFT
 	$(py) -m pytest -q $(call marked,slow) $(three)
 
+.PHONY: test-long
+test-long: export XLA_FLAGS += $(fast)
+test-long: $(dev) ## run the tests that take ten seconds and more: runs that are stopped, killed, damaged and resumed; all servers' faults
+	$(py) -m pytest -q $(call marked,long) $(three)
+
 .PHONY: test-mesh
 test-mesh: export XLA_FLAGS += $(fast)
 test-mesh: $(dev) ## test every family on every kind of mesh against one device; several processes, and how they end
@@ -135,7 +140,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-mesh test-wide test-kernels test-docs test-wheel test-clients test-sglang ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-sglang ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)

@@ -95,7 +95,7 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 10, 10)
 
 
-TIERS = {"slow", "mesh", "wide", "kernel", "learning", "agents", "docs", "gpu", "tpu"}
+TIERS = {"slow", "long", "mesh", "wide", "kernel", "learning", "agents", "docs", "gpu", "tpu"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects

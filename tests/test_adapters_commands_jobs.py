@@ -119,7 +119,7 @@ CASES = {  # name: (family, Config of a directory and that of another model)
 ONE_DEVICE = {"critic", "teacher in the loss", "kto"}  # the others on a mesh
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("name, layout", [
     *(pytest.param(name, Layout(), id=f"{name}-one", marks=[pytest.mark.wide] * (name not in ONE_DEVICE))

@@ -74,7 +74,7 @@ def test_json_holds_the_same_figures_as_the_text(capsys, model):
     assert report["devices"] == 4 and "agrees" not in report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rl_plans_include_generation_and_scoring(capsys, model):
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
     report = json.loads(run(capsys, "grpo", *options, "--json"))
@@ -228,7 +228,7 @@ def test_published_models_have_the_published_sizes(capsys, tmp_path, name):
     assert round((figures["active_params"] - head) / 1e9, int(isinstance(active, float))) == active
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys, tmp_path):
     """DeepSeek-V3: 512 + 64 numbers a token and layer, which the embedded engine keeps as keys, and 512 as values.
     Qwen3.5-9B: eight layers of four with keys and values, and in the others states of 32 heads of 128 x 128, and three

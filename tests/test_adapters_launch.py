@@ -388,7 +388,7 @@ def ray():
         yield ["--on", "ray", "--ray.address", address]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_assigns_devices_and_ends_all_processes_with_the_launcher(ray, place, tmp_path, monkeypatch):
     """Two trainer processes take one node; two servers and their stagers take the other."""
     monkeypatch.delenv("JAX_PLATFORMS")
@@ -421,7 +421,7 @@ def test_ray_assigns_devices_and_ends_all_processes_with_the_launcher(ray, place
             path.unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
     """Neither server sees the trainer's folder: stagers fetch the weights."""
     with launched(*ray, *SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, tmp_path / "run", 2)) as process:

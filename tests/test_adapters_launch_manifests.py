@@ -200,7 +200,7 @@ def test_pods_of_a_jobset(data, tmp_path, capsys):
     assert images == {"server": "other", "stager": "registry/areax:1", "trainer": "registry/areax:1"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plain_job_trains_in_two_pods(data, tmp_path, capsys):
     """Two processes of real training; what Kubernetes does not start again is bad input."""
     out = tmp_path / "out"

@@ -126,7 +126,7 @@ def run(words, **environment):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_and_evaluations_start_servers_of_them(cache, model, tmp_path):
     """In processes of their own, which start `areax serve`."""
     cached(model, cache)
@@ -198,7 +198,7 @@ def answering(model, name=NAME):
             thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_is_not_cached_is_downloaded_once(model, tmp_path):
     with answering(model) as (url, asked):
         environment = {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
@@ -225,7 +225,7 @@ def test_a_model_with_pickles_alone_is_one_line(model, tmp_path):
     assert not any(path.endswith(".bin") for path in asked)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_name_that_is_nowhere_is_one_line_within_seconds(model, tmp_path):
     with answering(model) as (url, _):
         began = time.monotonic()

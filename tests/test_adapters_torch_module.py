@@ -214,7 +214,7 @@ def test_rematerialisation_changes_only_what_is_kept(remat):
     assert_equal_gradients(model, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_frozen_weights_are_not_differentiated():
     model, theirs = loaded("glm4_moe"), transformer("glm4_moe")
     inputs = (2, 2, T, 16)  # of the layers with experts

@@ -205,7 +205,7 @@ def mentioned(words):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_calls_complete_the_table(tmp_path):
     """The first call is interrupted and the second killed within a step; the third completes, the fourth skips all."""
     out = tmp_path / "out"
@@ -258,7 +258,7 @@ def kill_second(words):
     os.kill(int(seen[1]), signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_that_fail_are_rows_and_the_next_are_done(benchmark_modules, tmp_path, capfd, monkeypatch):
     work, process, module = (
         benchmark_modules("chips.work").work,

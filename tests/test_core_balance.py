@@ -190,7 +190,7 @@ def moved(state):
     return [np.asarray(stack["router_bias"]) for stack in state.params["stacks"] if "router" in stack]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bias_moves_by_the_load_of_a_whole_batch():
     """However it is split into microbatches and padded: by the choices of each sequence alone. Not with 0, and not by a
     step that is skipped."""

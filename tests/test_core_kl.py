@@ -71,7 +71,7 @@ def forward(theta):
     return np.exp(theta) / np.exp(theta).sum() - REF
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "estimator, ratio, theta, wanted",

@@ -34,7 +34,7 @@ async def evaluated(kind, model, folder, address="", key=""):
     return json.loads(out.decode().rstrip().rpartition("\n")[2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lm_eval_scores_equal_those_of_transformers(tmp_path):
     model = tiny.model(tmp_path / "model", max_position_embeddings=128)
     tokens = tokenizer.load(model)
@@ -71,7 +71,7 @@ def test_lm_eval_scores_equal_those_of_transformers(tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "task"), [("local-chat-completions", "continue"), ("local-completions", "choose")])
 def test_the_commands_of_the_guide_evaluate_a_server(tmp_path, model, task):
     path = tiny.model(tmp_path / "model", max_position_embeddings=128)

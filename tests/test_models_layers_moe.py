@@ -246,7 +246,7 @@ def loss_and_gradient(params, batch):
     return jax.value_and_grad(total)(params)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replaying_the_routers_own_choice_changes_nothing():
     """In packed rows, where each sequence's choices were recorded alone; padding chooses for itself."""
     padded = lambda s: np.pad(s.tokens, (0, 12 - len(s.tokens)))  # behind, where nothing looks

@@ -37,7 +37,7 @@ def loss(params, config, keep):
     return jnp.mean(jnp.square(jax.nn.log_softmax(logits_BTV)) * (segment_BT > 0)[..., None])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family, policies", thinned(CASES, 2, pytest.mark.slow), ids=["qwen2", "qwen3_moe"])
 def test_loss_and_gradients_are_the_same(family, policies):
     with jax.enable_x64(True):  # so that what differs is not rounding

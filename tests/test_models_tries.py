@@ -85,8 +85,16 @@ def same_in(params, rows, tries, config, run, tolerance: float):
     close(g_tries, g_rows, tolerance)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("family", [*KINDS, *(pytest.param(name, marks=pytest.mark.wide) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        KINDS[0],
+        *(
+            pytest.param(name, marks=pytest.mark.long if name in KINDS else pytest.mark.wide)
+            for name in [*KINDS[1:], *OTHERS]
+        ),
+    ],
+)
 def test_scores_and_gradients_are_those_of_rows(family):
     same_scores(family)
 
@@ -256,7 +264,7 @@ def test_process_rewards_are_those_of_rows():
     same_objective(process_reward.ProcessReward(), score, PARAMS | {"score": weights}, data)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("local", [True, False], ids=["a local teacher", "a teacher's likeliest tokens"])
 def test_distillation_is_that_of_rows(local):

@@ -66,7 +66,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("name, dtype, layout", CASES)
 def test_the_numbers_are_those_of_a_step_on_the_device(name, dtype, layout):
@@ -175,7 +175,7 @@ def test_gradients_of_microbatches_add_up_in_bf16():
 FAMILIES = [pytest.param(name, marks=[pytest.mark.wide] * (name != "qwen3_moe")) for name in tiny_families.FAMILIES]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_that_are_cast_beforehand_score_as_those_cast_in_use(family):
     """Which `optim.cast` and `optim.copied` name: to the bit."""

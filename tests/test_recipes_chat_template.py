@@ -134,7 +134,7 @@ def test_agents_prompts_have_the_variables_unless_their_request_has(place, token
     assert heard[1] == heard[0].removesuffix(EMPTY)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_and_evaluation_sample_from_these_prompts_and_the_run_records_them(place):
     """The reward is 1 exactly for prompts with the empty thought."""
     with servers.embedded(place / "model", slots=8, context=128) as remote:

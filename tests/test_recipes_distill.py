@@ -40,7 +40,7 @@ def config(place, out, **changes):
     return replace(base, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(place):
     held = str(place / "rows.jsonl")
     whole = distill.main(config(place, "whole", heldout=held, save_every=6))
@@ -57,7 +57,7 @@ def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(plac
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_served_teacher_equals_a_local_one(place, monkeypatch):
     spec = Distill("js", top_k=6)
     local = distill.main(config(place, "local", steps=3, objective=spec))

@@ -106,7 +106,7 @@ def test_options_of_evaluations_are_checked(capsys, more, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_measures_several_sets_by_name(place):
     config = replaced(
         grpo.Config(str(place / "model"), str(place / "sums.jsonl"), f"{place}/reward.py:reward"),

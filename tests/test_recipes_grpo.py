@@ -142,7 +142,7 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeyp
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_json(place, first, capsys, tmp_path):
     """A run of two steps of three, taken up: refused with another seed, data or model; else the former file is kept."""
     tiny.cut_off(place / "first", place / "changed", 2)
@@ -246,7 +246,7 @@ def test_other_processes_receive_only_packed_arrays(place):
     assert {type(x) for x in jax.tree.leaves(handed)} == {np.ndarray} and pickle.dumps(handed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_critic_is_saved_and_resumed(place):
     """Two models train, the first batch the critic alone; a run in two parts gives the same policy."""
     ppo = dict(objective=losses.PPO(), critic=trainer.CriticOptions(warmup=1), minibatches=2, epochs=2)
@@ -604,7 +604,7 @@ def test_bad_input_gives_a_one_line_error(place, changes, words):
         grpo.main(config(place, "bad" + words[:3].strip(), steps=1, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_steps_on_gsm8k(place):
     """The real files where AREAX_GSM8K names them, else a small fixture of our own wording."""
     folder = Path(os.environ.get("AREAX_GSM8K") or Path(__file__).parent / "data/gsm8k")
@@ -768,7 +768,7 @@ def test_a_trainer_and_an_engine_on_a_mesh_share_devices(place, changes):
         np.testing.assert_allclose(lines[1][name], lines[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
     """It is started again once the trainer has updated, and not before."""
     killed, started = [], []
@@ -847,7 +847,7 @@ def score(text, row):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_keys_leaves_no_trace_of_them(place, tmp_path, monkeypatch, capfd):
     """The server has its key from the environment, the stager from a file; the run the other way round."""
     (tmp_path / "spy.py").write_text(SPY)
@@ -936,7 +936,7 @@ def test_only_one_server_may_be_in_process():
         Serve(inside=True, count=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mixture_reports_each_source_and_resumes_exactly(place):
     """Two groups of three from one source in each batch; the one taken up has the same metrics."""
     data = f"sums={place}/rows.jsonl:3,more={place}/heldout.jsonl:1"

@@ -134,7 +134,7 @@ def test_nothing_outlives_a_killed_run(place):
         pass
 
 
-INSTANTS = [pytest.param(n, marks=pytest.mark.slow if n in (5, 12) else pytest.mark.wide) for n in range(20)]
+INSTANTS = [pytest.param(n, marks=pytest.mark.long if n in (5, 12) else pytest.mark.wide) for n in range(20)]
 
 
 @pytest.mark.sweep
@@ -156,7 +156,7 @@ def test_a_run_killed_at_any_instant_leaves_nothing_and_goes_on(place, n):
         assert steps == sorted(set(steps))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_flipped_bit_in_any_file_of_a_run_is_named_or_changes_nothing(place, capsys, caplog):
     """Resumed after it, a run gives the same model, from the state before if that is what was damaged, or refuses."""
     rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in arithmetic.splits()["train"][:40]]

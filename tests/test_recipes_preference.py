@@ -80,7 +80,7 @@ def test_too_long_pairs_are_left_out(place, capsys):
     assert capsys.readouterr().err.splitlines()[0] == "2 of 4 rows are left out, longer than --length 64"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kto_learns_from_single_completions(place):
     single = str(place / "single.jsonl")
     done = preference.main(config(place, "kto", data=single, heldout=single, objective=losses.KTO()))

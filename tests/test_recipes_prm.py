@@ -56,7 +56,7 @@ def whole(place):
     return prm.main(config(place, "whole", save_every=12))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_learns_which_steps_are_right_and_resumes_exactly(place, whole):
     lines = [line for line in run_dir.read_lines(place / "whole/metrics.jsonl") if "grad_norm" in line]
     assert whole["complete"] and whole["heldout_step_accuracy"] >= 0.95 and whole["heldout_step_nll"] < 0.4
@@ -96,7 +96,7 @@ def test_it_opens_in_transformers_and_rewards_the_steps_of_a_text(place, whole):
     np.testing.assert_allclose(np.mean(seen), whole["heldout_step_nll"], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_goes_on_with_the_head_of_a_checkpoint(place, whole):
     again = prm.main(config(place, "again", model=str(place / "whole/model"), steps=1, optim=Optimizer(lr=1e-5)))
     assert again["heldout_step_accuracy"] >= 0.9
@@ -105,7 +105,7 @@ def test_training_goes_on_with_the_head_of_a_checkpoint(place, whole):
         prm.main(config(place, "other", **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_labels_and_new_weights(place, tmp_path):
     made = list(map(row, [random.Random(1)] * 8))
     rows = [{**one, "labels": [1 + (label or 0) for label in one["labels"]]} for one in made]
@@ -124,7 +124,7 @@ def test_training_is_the_same_on_a_mesh(place):
         np.testing.assert_allclose(on[name], one[name], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_are_rewarded_in_a_run_of_rl(place, whole, tmp_path):
     """By worker processes; returns credit each step, and the reward of a sample is the sum of its steps."""
     [shown] = [block for block in re.findall(r"```python\n(.*?)```", GUIDE, re.S) if "def least" in block]

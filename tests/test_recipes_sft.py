@@ -86,7 +86,7 @@ def test_main_names_what_to_await_in_a_running_loop(recipe, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_awaited_and_cancelled_between_two_steps(place):
     """The state of a cancelled run is saved; awaited again, the run ends like one that was not cancelled."""
 
@@ -208,7 +208,7 @@ def test_a_complete_run_started_again_does_nothing(place, runs, capsys, monkeypa
     assert files() == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_complete_run_whose_model_is_damaged_or_gone_writes_it_again(place, runs, capsys):
     shutil.copytree(place / "whole", out := place / "harmed")
     model = out / "model/model.safetensors"
@@ -256,7 +256,7 @@ def test_the_weight_average_is_exported(place, runs, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_offloaded_run_resumes_exactly(place):
     """With its masters and 8-bit moments on the host; its options cannot change on the way."""
     optim = Optimizer(lr=1e-2, offload=True, state="float8", gradients="bfloat16")
@@ -285,7 +285,7 @@ def test_training_is_the_same_on_a_mesh_and_resumes_on_another(place):
         sft.main(config(place, "bad", rows=16, mesh=Layout(dp=16)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_can_be_balanced(place):
     """The terms are in the loss and in the log; held-out rows are measured without them."""
     tiny.model(
@@ -300,7 +300,7 @@ def test_experts_can_be_balanced(place):
     assert told["balance_load"] > 0 and told["expert_load"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_train_over_frozen_weights(place):
     """Resumed as uninterrupted; the model written is the base with the adapters written merged into it."""
     tiny.model(place / "half", torch_dtype="bfloat16")
@@ -334,7 +334,7 @@ def test_adapters_that_could_not_be_written_are_refused_before_training(place):
     assert not (place / "gated/state").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     out = place / "stopped"
     command = [
@@ -380,7 +380,7 @@ def test_the_terminal_says_what_a_run_does_and_that_it_learns_nothing(place, cap
     assert "What to look at" in (place / "frozen/report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_turns_of_a_conversation_are_learnt(place):
     """In one sequence each, at the loss that the turns have one by one."""
     say = lambda *texts: [

@@ -78,7 +78,7 @@ def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path, capfd):
     assert before.keys() == after.keys() and {name for name in before if "visual" in name} == same
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more", [{"vision": "auto"}, pytest.param({"vision": "trained"}, marks=pytest.mark.mesh)], ids=str
 )
@@ -163,7 +163,7 @@ def preferred(place):
         yield {**row, "images": images, "chosen": row["completion"], "rejected": "none of them."}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lora", [Lora(), pytest.param(Lora(rank=2), marks=pytest.mark.mesh)], ids=["weights", "adapters"]
 )

@@ -83,7 +83,7 @@ def test_a_routers_bias_moves_by_the_load_of_the_whole_batch_and_is_resumed(plac
     assert moved.max() > 2.9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_moving_bias_evens_out_a_skewed_start(place):
     """The most used expert has four times its share at first, and keeps it unless the bias moves."""
     settings, params = hf.load(place / "model")

@@ -120,7 +120,7 @@ def test_what_the_compiled_step_needs_decides_before_the_first_step(place, monke
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_does_not_fit_with_any_rows_is_one_line(place, monkeypatch):
     monkeypatch.setattr(microbatch, "_memory_stats", lambda: [{"bytes_limit": GB, "bytes_in_use": GB}])
     options = dict(model=str(place / "model"), data=str(place / "rows.jsonl"), steps=1, batch=8, length=32)
@@ -128,7 +128,7 @@ def test_a_step_that_does_not_fit_with_any_rows_is_one_line(place, monkeypatch):
         sft.main(sft.Config(**options, out=str(place / "none")))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("trie", ["off", "auto"])
 def test_reinforcement_learning_goes_on_with_fewer_rows(place, monkeypatch, trie):

@@ -109,7 +109,7 @@ def test_a_run_goes_on_without_a_trace(tmp_path, monkeypatch, capsys):
     assert said.count("No space left on device\n") == said.count("\n") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reinforcement_learning_is_traced(place, tmp_path, capsys):
     out = tmp_path / "run"
     options = {

@@ -80,7 +80,7 @@ def test_any_kept_step_is_what_the_run_exported_then(place, tmp_path, capsys):
     assert any(not np.array_equal(one[name], newest[name]) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_are_written_as_such_or_merged(run, tmp_path):
     for words, name in (([], "adapter"), (["--merge"], "model")):
         assert cli.main(["convert", str(run), str(tmp_path / name), *words]) == 0

@@ -104,7 +104,7 @@ def moved(place, policy, tmp_path) -> set[str]:
     return {name for name in before if not np.array_equal(before[name], after[name])}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", ["frozen", "trained"])
 def test_a_step_scores_as_transformers_and_moves_what_trains(place, tmp_path, how):
@@ -140,7 +140,7 @@ def test_a_drawn_image_token_is_text_and_not_learnt(place):
     np.testing.assert_allclose(got[others], wanted[others], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_train_over_a_tower_that_stays(place, tmp_path):
     state = built(place, lora=Lora(rank=2, alpha=4.0), objective=losses.GRPO(kl=kl.KL(coef=0.1)))
     report = trainer.train_on_batch(state, groups(place))

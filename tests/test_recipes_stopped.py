@@ -95,7 +95,7 @@ def agreeing(out, kind, code):
 
 
 INSTANTS = [
-    *(pytest.param("grpo", n, marks=pytest.mark.slow if n in (5, 12) else pytest.mark.wide) for n in range(20)),
+    *(pytest.param("grpo", n, marks=pytest.mark.long if n in (5, 12) else pytest.mark.wide) for n in range(20)),
     *(pytest.param(recipe, n, marks=pytest.mark.wide) for recipe in ("sft", "dpo", "distill") for n in range(4)),
 ]
 
@@ -116,7 +116,7 @@ def test_files_agree_whenever_a_run_is_stopped(place, recipe, n):
         assert agreeing(out, kind, started(place, recipe, out).wait(120))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_stopped_in_its_last_evaluation_is_not_complete_until_it_has_evaluated(place):
     out = place / "held"
     process = started(place, "grpo", out, "--heldout", str(place / "hold.jsonl"))
@@ -130,7 +130,7 @@ def test_a_run_stopped_in_its_last_evaluation_is_not_complete_until_it_has_evalu
     assert list(accuracies()) == ["0", str(STEPS)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
     words = [sys.executable, "-m", "areax", "demo", "--out", str(tmp_path), "--sft-steps", "100000"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -139,7 +139,7 @@ def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
     assert process.wait(120) == 130 and not (tmp_path / "grpo").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_run_whose_last_state_does_not_fit_on_the_disk_has_no_summary(place, tmp_path, recipe):
     """Its checkpoint does fit; a summary would call the run complete."""

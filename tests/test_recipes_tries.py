@@ -58,7 +58,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [
     name if name in ("sft", "dpo") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES
@@ -77,7 +77,7 @@ def test_training_on_given_rows(place, name):
     same(lines["auto"], lines["off"], place / f"{name}-auto/model", place / f"{name}-off/model")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recurrent_layers_get_nodes_that_begin_at_chunks(place):
     """Places of a trie are rounded up to chunks, and so is --length."""
     given = tiny_families.OPTIONS["qwen3_next"] | dict(
@@ -148,7 +148,7 @@ BESIDE = {name: job_program.BESIDE[name] for name in ("reference", "critic", "te
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("beside", [
     name if name == "reference" else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE

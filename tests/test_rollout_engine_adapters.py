@@ -82,7 +82,7 @@ def alone():
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=5)
 @given(st.permutations(POOL), st.permutations(NAMES))
 def test_samples_do_not_depend_on_the_adapters_of_neighbours(alone, requests, names):

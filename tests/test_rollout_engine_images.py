@@ -141,7 +141,7 @@ def alone(request):
     return request.param, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 def test_log_probabilities_are_those_of_training(alone):
     name, found = alone
@@ -186,7 +186,7 @@ def test_a_cached_prefix_is_that_of_the_same_image(alone):
         assert unused(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_of_another_size_give_the_same_tokens():
     name = "qwen3_vl"
     with engine_of(name) as small, engine_of(name, page=32) as large:

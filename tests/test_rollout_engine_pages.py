@@ -101,7 +101,7 @@ def test_a_cached_prefix_changes_no_bit(alone):
         assert unused(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["qwen3 window", pytest.param("deepseek_v3", marks=pytest.mark.wide)])
 def test_keys_and_values_in_eight_bits(case):
     """A quarter of the memory of fp32; the same bits alone, in company, with 40 % of that, and behind cached prompts;

@@ -407,7 +407,7 @@ def replayed(config, prompt, progress, i):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in COMMON else pytest.mark.wide) for case in ALL]
+    "case", [pytest.param(case, marks=pytest.mark.long if case in COMMON else pytest.mark.wide) for case in ALL]
 )
 def test_in_bfloat16_trainer_and_engine_agree_about_samples(case):
     """k3 of the log-probabilities of a trainer with master weights in fp32, and of the engine, which gets them rounded.

@@ -75,7 +75,7 @@ def marks(case):
     return () if case in FIRST else pytest.mark.mesh if case in THEN else pytest.mark.wide
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in ALL])
 def test_drafts_change_no_bit(case):

@@ -39,7 +39,7 @@ def engine_of(case, share=None, predicts=True, draft=WIDTH, mesh=ONE_DEVICE, voc
     return Engine(config, {**params, "mtp": w} if predicts else params, **sizes, kv_cache_dtype=kept)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "case", ["qwen3_next", *(pytest.param(case, marks=pytest.mark.mesh) for case in ("deepseek_v3", "glm4_moe"))]
@@ -99,7 +99,7 @@ def check_bits(case, **options):
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "case", ["glm4_moe", *(pytest.param(case, marks=pytest.mark.mesh) for case in ("deepseek_v3", "qwen3_next"))]

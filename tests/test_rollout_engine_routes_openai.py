@@ -125,7 +125,7 @@ def test_tools_of_responses(client):
     assert kinds[-1] == "response.completed" and "response.function_call_arguments.done" in kinds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def test_an_agent_of_the_agents_sdk(server, kind):
     import agents  # slow to import

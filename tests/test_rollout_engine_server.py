@@ -586,7 +586,7 @@ def resident(server):
     return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_released_and_resumed(models):
     """The caches of 160 MiB dominate the process size; requests that arrive meanwhile are answered afterwards."""
     with servers.embedded(models / "a", context=4096, slots=160) as server:

@@ -29,7 +29,7 @@ from areax.rollout.servers import local
 from areax.rollout.servers.labels import read_label
 from areax.rollout.types import sampled
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 PROMPTS = [[5 + i % 7, 6, 7 + i % 3] for i in range(18)]
 
 

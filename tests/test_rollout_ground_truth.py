@@ -233,7 +233,7 @@ def test_every_label_is_correct_and_nothing_is_lost(tmp_path_factory, **schedule
     check(tmp_path_factory, **schedule)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=400)
 @given(**SCHEDULES)
 def test_every_label_is_correct_and_nothing_is_lost_in_more_schedules(tmp_path_factory, **schedule):

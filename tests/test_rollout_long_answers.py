@@ -68,7 +68,7 @@ def check(versions, prompt, tokens, logp, version):
     np.testing.assert_allclose(logp, expected, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_answer_longer_than_several_steps_is_carried_over_their_pushes(versions, server):
     """With eta = 2 group 0 is admitted at version 0 and must be in batch 2, for which it needs tokens of all three."""
     made, ages, trained, eta = versions[0], {}, {}, 2

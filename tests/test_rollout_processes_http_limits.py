@@ -38,7 +38,7 @@ def test_hostile_requests_are_answered(server):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_thousand_hostile_requests_a_server_are_answered(server):
     report = fuzz.attack(server.port, server.process.pid, server.routes, 2_000, 1, warm=300, upkeep=server.upkeep)
     held(report)
@@ -112,7 +112,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_arrives(server):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.long
 def test_idle_connections_are_closed(server):
     """Those that never send a request, and those that stop in the middle of its head."""
     with sent(server, b"") as silent, sent(server, HALF) as stuck:

@@ -97,7 +97,7 @@ def test_a_wheel_has_the_package_and_not_what_builds_it(checkout):
     assert own <= set(names) and all(name.startswith("areax/") for name in names) and "areax/setup.py" not in names
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_type_checker_finds_the_errors_of_a_users_script(tmp_path, checkout):
     """`pip install -e` of a checkout of any name, then mypy on the script in another folder."""
     own = tmp_path / "environment"
