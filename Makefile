@@ -26,8 +26,8 @@ three = -n 3 --dist worksteal# on two cores: a sixth of the time, tests wait for
 fast = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
   --xla_cpu_parallel_codegen_split_count=1 $(if $(constraints),--xla_cpu_use_fusion_emitters=false)# not in JAX 0.12
 # Collects only files that have the mark: importing all of them takes longer than some marks' tests.
-# What the mark `wide` has moved out of another mark's target runs in `make test-wide`.
-marked = -m "$(1)$(if $(filter wide,$(1)),, and not wide)" \
+# What the marks `wide` and `long` have moved out of another mark's target runs in `make test-wide` and `test-long`.
+marked = -m "$(1) $(patsubst %,and not %,$(filter-out $(1) $(if $(filter wide,$(1)),long),wide long))" \
   $(shell grep -rlE --include='test_*.py' 'mark\.$(if $(filter slow wide,$(1)),($(1)|sweep),$(1))\b' tests)
 # Tests of commands, of packaged files, and of processes that start the installed copy.
 installed = package adapters_cli adapters_data_chat_sft adapters_report_build recipes_sft rollout_loop rollout_rewards rollout_sandbox_remote

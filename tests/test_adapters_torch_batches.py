@@ -170,7 +170,7 @@ def test_weights_of_samples_are_refused(place):
         packed([samples(place)[0].replace(weight=0.5)])
 
 
-@pytest.mark.mesh
+@pytest.mark.long
 def test_two_processes_of_torchrun_train_as_one(place, tmp_path):
     model = Model(*hf.load(place / "model"))
     ddp_program.train(model, ddp_program.ROWS)

@@ -42,7 +42,7 @@ def test_what_differs_is_named_in_every_process(tmp_path):
     assert "all need the same rows, got different ones in process 1 than in process 0: " in said[0]["row"]
 
 
-@pytest.mark.mesh
+@pytest.mark.long
 def test_other_software_in_one_process_is_refused(tmp_path):
     words = [PROGRAM, "disagree", str(tmp_path / "state")]
     other = f"""

@@ -132,7 +132,7 @@ def test_four_processes_of_two_devices_train_as_one(place, alone):
 @pytest.mark.parametrize(
     "count, devices, layout",
     [
-        pytest.param(2, 2, {"fsdp": 2, "tp": 2}, marks=pytest.mark.mesh),
+        pytest.param(2, 2, {"fsdp": 2, "tp": 2}, marks=pytest.mark.long),
         pytest.param(4, 1, {"fsdp": 4}, marks=pytest.mark.wide),
     ],
 )
@@ -183,7 +183,7 @@ def test_preferences_and_teachers_of_two_processes(place, recipe):
     assert agree(place / f"{recipe}-alone/model", place / f"{recipe}-two/model", place / "model") > 0.99
 
 
-@pytest.mark.mesh
+@pytest.mark.long
 def test_grpo_end_to_end(place):
     """A server, rewards and pushes at process 0, two processes that train; stopped and resumed."""
     command = [
@@ -319,7 +319,7 @@ def test_foreign_connections_do_not_disturb_liveness_checks(monkeypatch):
         stack.enter_context(first._connections[1])  # in a process of its own the end closes it
 
 
-@pytest.mark.mesh
+@pytest.mark.long
 def test_the_launcher_names_the_one_that_ended(place):
     command = ["--processes", "2", "--", "train", "sft", *options(place, "named", steps=100000), "--mesh.fsdp", "2"]
     metrics, log = place / "named/metrics.jsonl", place / "named-logs/process-1.log"
@@ -334,7 +334,7 @@ def test_the_launcher_names_the_one_that_ended(place):
 
 
 @pytest.mark.sweep
-@pytest.mark.mesh
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_launcher_saves_and_ends_all(place, number):
     """Ctrl-C, and the end of the terminal, which may be ignored where the tests run."""

@@ -456,7 +456,7 @@ def test_every_algorithm_trains_from_the_command_line(place, name):
     assert all(x["grad_norm"] > 0 for x in lines[name == "distill" and 3 :])
 
 
-@pytest.mark.mesh
+@pytest.mark.long
 def test_training_replays_the_experts_of_sampling(place, monkeypatch):
     """A mixture is served, what it reports travels with the samples, and the trainer's scores agree."""
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)

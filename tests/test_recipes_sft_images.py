@@ -79,9 +79,7 @@ def test_a_run_starts_at_transformers_loss_and_learns(place, tmp_path, capfd):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "more", [{"vision": "auto"}, pytest.param({"vision": "trained"}, marks=pytest.mark.mesh)], ids=str
-)
+@pytest.mark.parametrize("more", [{"vision": "auto"}, {"vision": "trained"}], ids=str)
 def test_a_run_is_resumed_and_converted_exactly(place, tmp_path, more):
     """With a tower of its own learning rate, and with one that stays."""
     more = dict(more, steps=2, optim=Optimizer(lr=1e-2, vision_lr=1e-3 if more["vision"] == "trained" else 0.0))

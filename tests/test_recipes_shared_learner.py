@@ -99,7 +99,7 @@ def test_a_moving_bias_evens_out_a_skewed_start(place):
     assert max(loads[0.02][-10:]) < 1.5, loads
 
 
-@pytest.mark.mesh
+@pytest.mark.long
 def test_a_routers_bias_is_the_same_on_a_mesh(place):
     """Each device sees a part of the batch and some of the experts; the load is that of all."""
     for out, mesh in (("one", Layout()), ("mesh", Layout(fsdp=2, ep=2, tp=2))):
