@@ -4,10 +4,11 @@ import jax.numpy as jnp
 
 
 def clip(x, low, high):
-    """x within [low, high]; the gradient is 1 within and at the bounds, as torch.clamp's, and 0 outside.
+    """x within [low, high]; the gradient is 1 within and at the bounds, and 0 outside.
 
-    `jnp.clip` passes half of it at a bound: with a clip range of 0 that would halve the step of every fresh token,
-    whose ratio is exactly 1.
+    That of `torch.clamp` before torch 2.14, for which the losses of the papers were written. At a bound `jnp.clip`
+    passes half of it and later releases of torch pass none: with a clip range of 0 the step of every fresh token,
+    whose ratio is exactly 1, would be halved (PPO takes the smaller of two equal terms, one of them clipped).
     """
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 

@@ -5,6 +5,7 @@ import enum
 import json
 import pickle
 import socket
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -288,6 +289,17 @@ def test_indexes_that_early_releases_of_python_311_wrote_are_read(tmp_path):
         EarlyPython311(file).dump(wanted)
     assert b"getattr" in (tmp_path / ".metadata").read_bytes()
     assert dcp._index(tmp_path) == wanted
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_indexes_with_paths_of_any_python_are_read(module, tmp_path):
+    """Python 3.13 pickles paths as those of pathlib._local, which others lack."""
+    wanted = metadata.Metadata({}, None, {}, storage_meta=metadata.StorageMeta(checkpoint_id=Path("step")))
+    written = pickle.dumps(wanted, 2)
+    names = {one: f"c{one}\nPosixPath\n".encode() for one in ("pathlib", "pathlib._local")}
+    here = next(name for name in names.values() if name in written)
+    (tmp_path / ".metadata").write_bytes(written.replace(here, names[module]))
+    assert dcp._index(tmp_path).storage_meta.checkpoint_id == Path("step")
 
 
 class Calls:

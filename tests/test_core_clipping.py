@@ -1,4 +1,4 @@
-"""Gradients at the bounds of clips, beside torch in 64 bits, and log ratios that would overflow a step."""
+"""Gradients at the bounds of clips, whole as in the papers, beside torch; log ratios that would overflow a step."""
 
 import types
 
@@ -18,6 +18,11 @@ def _wide():
         yield
 
 
+def closed(x, low, high):
+    """`torch.clamp` of a tensor, whose gradient at the bounds was 1 before torch 2.14."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 X = np.array([-21.0, -1.0, -0.5, 0.0, 0.5, 1.0, 21.0, np.inf])
 
 
@@ -26,12 +31,14 @@ def gradients(f, x):
 
 
 @pytest.mark.parametrize("low, high", [(-0.5, 0.5), (0.0, 1.0), (-1.0, 0.0), (0.0, 0.0)])
-def test_a_clip_has_torch_clamps_values_and_gradients(low, high):
+def test_a_clip_has_torch_clamps_values_and_whole_gradients_at_the_bounds(low, high):
     x = torch.tensor(X, dtype=torch.float64, requires_grad=True)
     clamped = x.clamp(low, high)
     clamped.sum().backward()
     np.testing.assert_array_equal(clipping.clip(jnp.asarray(X), low, high), clamped.detach())
-    np.testing.assert_array_equal(gradients(lambda x: clipping.clip(x, low, high), X), x.grad)
+    at_bound = (X == low) | (X == high)
+    wanted = np.where(at_bound, 1.0, x.grad)
+    np.testing.assert_array_equal(gradients(lambda x: clipping.clip(x, low, high), X), wanted)
 
 
 def test_a_bounded_exponential_has_no_gradient_beyond_its_bounds():
@@ -44,12 +51,12 @@ def test_a_bounded_exponential_has_no_gradient_beyond_its_bounds():
 def ppo(gap, adv, low, high):
     """The gain of PPO with separate bounds, from the paper."""
     r = gap.exp()
-    return torch.minimum(r * adv, r.clamp(1 - low, 1 + high) * adv)
+    return torch.minimum(r * adv, closed(r, 1 - low, 1 + high) * adv)
 
 
 def gmpo(gap, adv, low, high):
     """The gain of GMPO's sequences of one token: log ratios are bounded on the side of the advantage."""
-    bounded = gap.clamp(-low, high)
+    bounded = closed(gap, -low, high)
     return adv * torch.where(adv >= 0, torch.minimum(gap, bounded), torch.maximum(gap, bounded)).exp()
 
 
@@ -103,7 +110,7 @@ def test_a_critics_clip_passes_the_gradient_at_its_bound():
     loss = lambda x: Critic(clip=0.5).loss(types.SimpleNamespace(value_BT=x), batch)[0]
     x = torch.tensor(value, requires_grad=True)
     R = torch.tensor(target)
-    torch.maximum((x - R) ** 2, (x.clamp(-0.5, 0.5) - R) ** 2).sum().div(2).backward()
+    torch.maximum((x - R) ** 2, (closed(x, -0.5, 0.5) - R) ** 2).sum().div(2).backward()
     np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(value)), x.grad)
 
 

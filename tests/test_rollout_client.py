@@ -610,7 +610,8 @@ def test_a_push_during_generation(tmp_path, mode):
             client.connect([a.url, b.url]) as fleet,
         ):
             tasks = [asyncio.create_task(fleet.generate([1] * n, max_new_tokens=60)) for n in range(1, 7)]
-            await asyncio.sleep(0.04)
+            await until(lambda: a.load + b.load == 6)
+            await asyncio.sleep(0.02)  # each has tokens, and none is complete
             report = await push_weights(fleet, tmp_path, V1, mode=mode)
             assert fleet.version == 1 and fleet.labels == {V1}
             for server in (a, b):

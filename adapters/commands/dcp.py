@@ -26,6 +26,7 @@ METADATA_OF = "torch.distributed.checkpoint.metadata"
 NAMES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch", "device"),
     ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
     ("builtins", "set"),
 }  # fmt: skip
 # What a damaged pickle raises.
@@ -180,7 +181,7 @@ class _Safe(Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if (module, name) in NAMES:
-            return super().find_class(module, name)
+            return super().find_class(module.removesuffix("._local"), name)
         if module in ("torch", METADATA_OF) and "." not in name:
             value = super().find_class(module, name)
             own = isinstance(value, type) and value.__module__ == METADATA_OF
