@@ -79,6 +79,9 @@ def test_thoughts_are_not_part_of_an_answer(text, answer):
         f"bad```\n</think>\n{F}",
         f"```python\n{F}```".replace("\n", "\r\n"),
         f"<details>\n```python\n{F}```\n</details>",
+        # other languages whose names begin with it
+        f"```python\n{F}```\n```python-repl\n>>> f(1)\n2\n```",
+        f"```python-3.11\n{F}```\n```python_traceback\nError\n```",
     ],
 )
 def test_the_program_in_a_text(text):
@@ -124,6 +127,32 @@ def test_long_texts_are_read_quickly(piece):
         block(piece * 20_000, "python")
 
 
+@pytest.mark.parametrize(
+    "schema, text, valid",
+    [
+        ({"multipleOf": 0.1}, "0.3", True),
+        ({"multipleOf": 0.01}, "19.99", True),
+        ({"multipleOf": 0.1}, "0.35", False),
+        ({"multipleOf": 0.1}, "1" + "0" * 40, True),
+        ({"maximum": 1}, "1.00000000000000000001", False),
+        ({"exclusiveMinimum": 0}, "1e-400", True),
+        ({"type": "integer"}, "10000000000000000.5", False),
+        ({"type": "integer"}, "1e2", True),
+        ({"type": "integer", "$schema": "http://json-schema.org/draft-04/schema#"}, "1.0", False),
+        ({"const": 0.1}, "0.10", True),
+        ({"const": 1}, "true", False),
+        ({"type": "number"}, "1e999999999", False),
+    ],
+)
+def test_numbers_satisfy_a_schema_exactly(schema, text, valid):
+    assert json_schema.reward(text, {"schema": schema}) == valid
+
+
+def test_a_block_of_json_is_not_one_of_another_form():
+    text = '```json\n{"a": 1}\n```\nas by\n```json-schema\n[]\n```'
+    assert json_schema.reward(text, {"schema": {"type": "object"}}) == 1.0
+
+
 def test_rewards_read_what_is_said():
     schema, row = {"schema": {"type": "object"}}, {"answer": "B"}
     assert code.reward(f"<think>\n```python\n0\n```\n</think>\n```Python\n{F}```", {"tests": "assert f(1) == 2"}) == 1.0
@@ -131,5 +160,6 @@ def test_rewards_read_what_is_said():
     assert json_schema.reward('<think>\n```json\n1\n```\n</think>\n{"a": 1}', schema) == 1.0
     assert choice.reward("<think>\\boxed{A}</think>B", row) == match.exact("A</think> B", row) == 1.0
     assert choice.reward("<think>\\boxed{B}", row) == match.exact("<think>B", row) == 0.0
+    assert match.regex("<think>B", {"pattern": "B"}) == 1.0  # all of the text
     thought = "<think><answer>3-1</answer></think><answer>1+2</answer>"
     assert countdown.reward(thought, {"operators": "+-", "target": 3, "numbers": [1, 2]}) == 1.0

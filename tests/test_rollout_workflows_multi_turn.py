@@ -80,7 +80,7 @@ def test_an_environment_rewards_each_action():
 
 
 @pytest.mark.parametrize(
-    "verdict, wanted", [("good.\n8", 0.8), ("great: 12!", 1.0), ("no idea", math.nan), ("wrong:\n0/10", 0.0)]
+    "verdict, wanted", [("good.\n8", 0.8), ("great: 12!", math.nan), ("no idea", math.nan), ("wrong:\n0/10", 0.0)]
 )
 def test_the_verdict_of_a_judge_is_not_trained_on(verdict, wanted):
     [sample], heard = play(multi_turn.judged, ["an answer", verdict], {"prompt": "why?"})

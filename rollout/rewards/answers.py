@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-LANGUAGE = re.compile(r"[a-z+#]+")  # of an info string: python3, Python, {.python}, python:solution.py
+# Of an info string: python3, Python, {.python}, python:solution.py; python-repl and json_schema are others.
+LANGUAGE = re.compile(r"[a-z+#]+(?:[-_][a-z]+)*")
 
 
 def without_thoughts(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -26,10 +27,12 @@ Think briefly, then end with a line "Score: N".
 _NUMBER = "(?>[0-9]+(?:[.][0-9]+)?)"
 _MARKS = r"[\s*_`\"()\[\]]*"  # of Markdown and JSON, and brackets
 _OUT_OF = rf"(?:{_MARKS}(?:/|out\s+of|of|(?=%)){_MARKS}(?P<of>{_NUMBER}|%))?"
-SCORE = rf"(?i:score)(?:\s*\(?out\s+of\s+{_NUMBER})?{_MARKS}[:=][\s*_`()\[\]:]*(-?{_NUMBER})(?![.,][0-9]){_OUT_OF}"
-LAST = rf"(?<![0-9.,/])(?<!out of )(-?{_NUMBER}){_OUT_OF}(?:\s*points?)?\W*\Z"  # the text ends in the number
+_WHOLE = r"(?![.,:^*eE][0-9]|\s*[\u00bc-\u00be\u2150-\u215e]|\s+[0-9]+\s*/)"  # not the 8 of 8,5 or 8 1/2
+SCORE = rf"(?i:score)(?:\s*\(?out\s+of\s+{_NUMBER})?{_MARKS}[:=][\s*_`()\[\]:]*(-?{_NUMBER}){_WHOLE}{_OUT_OF}"
+_ALONE = r"(?<![\w.,/^\u2044\u2212\u2013\u2014-])(?<![0-9][ :*])(?<!out of )"  # not the 5 of 8,5, nor the 1/2 of 8 1/2
+LAST = rf"{_ALONE}(-?{_NUMBER}){_OUT_OF}(?:\s*points?)?\W*\Z"  # the text ends in the number
 RANGE = re.compile(
-    rf"(?:(?:on a scale )?(?:from|of|between)\s+)?({_NUMBER})\s*(?:[-\u2013\u2014,]|to|and|\.\.+)\s*({_NUMBER})"
+    rf"(?:(?:on a scale )?(?:from|of|between)\s+)?({_NUMBER})\s*([-\u2013\u2014,]|to|or|and|\.\.+)\s*({_NUMBER})"
 )
 
 
@@ -86,22 +89,29 @@ def judge(
             reply = answer["text"] if native else answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ServerError(f"{keys.redacted(url)}: not a chat completion: {answer!r:.80}") from None
-        value = grade(reply or "", pattern, top)
-        return value if value is not None and 0 <= value <= 1 else None
+        return grade(reply or "", pattern, top)
 
     return reward
 
 
 def grade(reply: str, pattern: re.Pattern[str], top: float) -> float | None:
-    """The last verdict in a reply as a share of the best one; None if there is none.
+    """The last verdict in a reply as a share of the best one, in 0..1; None if there is none in this range.
 
-    The rubric's range, 0 or 1 to `top`, is no verdict. Thoughts (`answers.without_thoughts`) are not part of the reply.
+    The rubric's range, 0 or 1 to `top`, is no verdict, nor is another range, such as "7-8", or a number that is half
+    of another, such as "8 1/2". Thoughts (`answers.without_thoughts`) are not part of the reply.
     """
-    rubric = lambda found: float(found[1]) in (0, 1) and float(found[2]) == top
-    reply = RANGE.sub(lambda found: "" if rubric(found) else found[0], without_thoughts(reply))
+    reply = RANGE.sub(functools.partial(_single, top), without_thoughts(reply))
     found = list(pattern.finditer(reply))
     try:
         of = found[-1].groupdict().get("of") or top
-        return float(found[-1][1]) / float(100 if of == "%" else of)
+        share = float(found[-1][1]) / float(100 if of == "%" else of)
     except (IndexError, TypeError, ValueError, ZeroDivisionError):
         return None
+    return share if 0 <= share <= 1 else None
+
+
+def _single(top: float, found: re.Match[str]) -> str:
+    """What stands for a range in a reply: nothing for the rubric's, a sign that is no number for another."""
+    if float(found[1]) in (0, 1) and float(found[3]) == top:
+        return ""
+    return found[0] if found[2] == "," else "?"

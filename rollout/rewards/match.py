@@ -19,7 +19,8 @@ def exact(text: str, row: Mapping[str, Any]) -> float:
 
 
 def regex(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if `row["pattern"]` matches anywhere in `text`; ^ and $ match the ends of the text, . matches any character.
+    """1.0 if `row["pattern"]` matches anywhere in `text`, thoughts included; ^ and $ match the ends of the text, . any
+    character.
 
     Some patterns backtrack for very long; the timeout of the pool ends that.
     """

@@ -191,8 +191,8 @@ async def judged(
 
     Args:
       question: the judge's prompt, a template with {question} and {answer}.
-      best: the number that maps to a reward of 1; a verdict that does not end in a number, as "8", "8/10"
-        or "8 out of 10", is unscorable.
+      best: the number that maps to a reward of 1; a verdict that does not end in a number from 0 to it, as "8",
+        "8/10" or "8 out of 10", is unscorable.
     """
     session = Session(generate, tokenizer, processor, sampling=sampling)
     messages, shown = _begun(tokenizer, row)
@@ -201,8 +201,7 @@ async def judged(
     critic = Session(generate, tokenizer, processor, sampling=sampling)
     asked = [*images.found(messages), {"type": "text", "text": put}] if images.within(messages) else put
     verdict = (await critic.ask([{"role": "user", "content": asked}], template=shown["template"])).answer
-    value = judge.grade(verdict.content, VERDICT_NUMBER, best)
-    session.set_reward(None if value is None else min(max(value, 0.0), 1.0))
+    session.set_reward(judge.grade(verdict.content, VERDICT_NUMBER, best))
     return session.samples(row=row, verdict=verdict.content)
 
 
