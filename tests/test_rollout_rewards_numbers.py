@@ -31,6 +31,8 @@ HALF = Fraction(1, 2)
         ("$1,080$", 1080),
         ("\\$5", 5),
         ("3/4", Fraction(3, 4)),
+        ("3 / 4", Fraction(3, 4)),
+        ("3\u20444", Fraction(3, 4)),
         ("1,000/3", Fraction(1000, 3)),
         ("\\frac{3}{4}", Fraction(3, 4)),
         ("-\\dfrac34", Fraction(-3, 4)),
@@ -54,6 +56,7 @@ HALF = Fraction(1, 2)
         ("1.38\\times 10^{-23}", Fraction(138, 10**25)),
         ("1.38 \u00d7 10\u207b\u00b2\u00b3", Fraction(138, 10**25)),
         ("6.02 x 10^23", 602 * 10**21),
+        ("6.02*10^(23)", 602 * 10**21),
         ("5\\cdot10^3", 5000),
         ("10^{-3}", Fraction(1, 1000)),
         ("1e-999", Fraction(1, 10**999)),
@@ -72,7 +75,7 @@ def test_percent():
 @pytest.mark.parametrize(
     "text",
     ["", "x", "2x", "2 3", "18th", "1/0", "1/2/3", "1 2/3/4", "(5)", "2^3", "\\frac{1}{2}^2", "1,23", "12:30", "0x10",
-     "2\\sqrt{2}", "1.2.3", "5 cm", "1/2 1/2", "\\frac{a}{2}", "10!", "%", "-", "2-1/2", "max 10^3", "nan", "1_2"],
+     "2\\sqrt{2}", "1.2.3", "5 cm", "1/2 1/2", "\\frac{a}{2}", "10!", "%", "-", "2-1/2", "max 10^3", "nan", "1_2", "2 and 3/4"],
 )  # fmt: skip
 def test_other_texts_are_no_numbers(text):
     assert numbers.read(text) is None
@@ -103,6 +106,9 @@ def test_a_mixed_number_is_the_sum_of_its_parts(whole, over, under, negative):
         ("x^2 1/2 and a_1 2/3 and 1.5 1/2 and (1) 1/2", "x^2 1/2 and a_1 2/3 and 1.5 1/2 and (1) 1/2"),
         ("4 4/0 of 1 000 4/9 or 4 4/9 2", r"\frac{4}{0} of \frac{9004}{9} or \frac{40}{9} 2"),
         ("Step 3\n1/2", "Step 3\n1/2"),
+        ("5\\frac{1}{2} x + 3 \\tfrac12, 2^3\\frac12", r"\frac{11}{2} x + \frac{7}{2}, 2^3\frac12"),
+        ("is 1.5 \u00d7 10\u207b\u00b2 or 2*10^(3), 2^3*10^2, 3*10^2!", "is 0.015 or 2000, 2^3*10^2, 3*10^2!"),
+        ("is - 5, = \u2212 2\n- 3", "is -5, = -2\n- 3"),
         ("2e, 1e5x, 3e2^x", "2e, 1e5x, 3e2^x"),
     ],
 )

@@ -18,6 +18,16 @@ WORDS = re.compile(
     r"(?:\\(?:text|textbf|textit|mathrm|mathbf)\{)?\s*((?=[^}]*[A-Za-z]{4})(?!inf)[A-Za-z][A-Za-z ',-]*?)[\s.]*\}?"
 )
 ROMAN_E = re.compile(r"\\mathrm\s*\{\s*e\s*\}")  # Euler's number
+AND = re.compile(r"(?<=[0-9]) and (?=[0-9]+/[0-9])")  # 2 and 3/4
+POINT = re.compile(r"(?<![\w.)])\.(?=[0-9])")  # .5
+BASE = re.compile(r"[0-9A-Fa-f]_\{?([0-9]+)\}?$")  # 101_2
+NUMBER = re.compile(r"-?[0-9.]+|\\frac\{[0-9]+\}\{[0-9]+\}")
+# Behind a number, or before it: what makes it a part of more, of which math-verify reads only the number.
+MORE = re.compile(
+    r"\s*(?:(?:\*{1,2}|[/^:×÷·⋅])\s*[\\({0-9a-z√π]|[√π±²³¹⁰-⁻]|[aeinxyz](?![A-Za-z])|\\(?:pi|sqrt|times|cdot|frac|pm)|"
+    r"(?:[-+,−–]|or\b|and\b)\s*[\\0-9.√πi])|['’_.][0-9]"
+)
+LESS = re.compile(r"(?:[0-9)]\s*(?:\*{1,2}|[-+,−–/^:×÷·⋅])|[<>√±≤≥≠]|\\(?:sqrt\{?|times|cdot|pm|leq?|geq?))\s*\Z")
 SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\$")
 SECONDS = 3  # each for parsing and for comparing an answer
 
@@ -61,7 +71,8 @@ def reward(text: str, row: dict) -> float:
     count (`rewards.answers.without_thoughts`).
 
     Rational numbers are compared exactly, in the notations of `rewards.numbers`; how, and what else is equal, says
-    `rewards.equality.equal`.
+    `rewards.equality.equal`. If both answers name a base, as 101_2 does, they need the same one. Without a box a number
+    that is a part of an expression outside of $...$, such as the 2 of 2π, is no answer.
 
     An answer that takes longer than `SECONDS` to parse or compare counts as wrong. The timeout uses an alarm signal,
     which works only in the main thread, where workers of a reward pool run their rewards; in other threads only the
@@ -71,7 +82,9 @@ def reward(text: str, row: dict) -> float:
     wanted = _answer(gold if boxes(gold) else f"\\boxed{{{gold}}}")
     if not wanted:
         raise ValueError(f"competition_math: the answer of a row cannot be parsed, got {gold!r}")
-    return float(_equal(wanted, _answer(without_thoughts(text))))
+    given = _answer(without_thoughts(text))
+    bases = _bases(wanted), _bases(given)
+    return float(_equal(wanted, given) and (bases[0] == bases[1] or not all(bases)))
 
 
 def _answer(text: str) -> list[Any]:
@@ -81,7 +94,9 @@ def _answer(text: str) -> list[Any]:
 
     contents = [box.content for box in boxes(text)]
     if not contents:
-        return parse(_latex(text), parsing_timeout=_seconds())
+        text = _latex(POINT.sub("0.", AND.sub(" ", text)))
+        single = parse(text, parsing_timeout=_seconds())
+        return [] if _half(text, single) else single
     found: list[list[Any]] = []
     for answer in map(_boxed_answer, dict.fromkeys(contents)):
         if answer and not any(_equal(other, answer) for other in found):
@@ -90,6 +105,24 @@ def _answer(text: str) -> list[Any]:
         return found[0] if found else []
     values = [part for answer in found for part in (answer[0].args if isinstance(answer[0], FiniteSet) else answer[:1])]
     return [", ".join(map(str, values)) if any(isinstance(part, str) for part in values) else FiniteSet(*values)]
+
+
+def _half(text: str, found: Sequence[Any]) -> bool:
+    """Whether what math-verify found in a text is a number that is a part of more."""
+    import sympy
+
+    value, number = found if len(found) == 2 else (None, "")
+    number = str(number).strip(" .()*")
+    if not NUMBER.fullmatch(number):  # an expression, which failed if its value is a number alone
+        return isinstance(value, sympy.Integer | sympy.Float) and re.search("[*^×÷]", number) is not None
+    anchor = text.lower().rfind("answer")
+    at = text.find(number, anchor) if anchor >= 0 else text.rfind(number)
+    return at >= 0 and bool(MORE.match(text, at + len(number)) or LESS.search(text[max(at - 9, 0) : at]))
+
+
+def _bases(answer: Sequence[Any]) -> set[str]:
+    """The bases that an answer's texts name."""
+    return {found[1] for part in answer if isinstance(part, str) and (found := BASE.search(part))}
 
 
 def _boxed_answer(content: str) -> list[Any]:

@@ -20,6 +20,12 @@ PROMPT = "{question}\nReason step by step, then write #### and the final answer 
 
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # the calculator's trace, 16-3=<<16-3=13>>13
 SENTENCE = re.compile(r"[.!?;](?=\s)")
+DIGIT = re.compile("[0-9]")
+# Of a word or an equation's side: its number is a part of a root, a power, a product with pi or a fraction of letters.
+PART = re.compile(
+    r"\\(?:[cdt]?frac|sqrt|pi)(?![A-Za-z])|[\u221a\u03c0]|\^(?!\{?\s*\\circ)|"
+    r"[0-9](?:\*\*[0-9(]|[\u00b2\u00b3\u00b9\u2070\u2074-\u207f])"
+)
 
 
 def row(record: dict) -> dict:
@@ -71,7 +77,7 @@ def reward(text: str, row: dict) -> float:
     The final answer follows the last marker, #### or \\boxed{...}; without a marker, it is the last number in the text.
     After #### only the first line counts; in either marker, the first sentence with a number, and in an equation its
     last side with a number. It may contain one number besides words and units: two different numbers are not an
-    answer, and nothing is calculated.
+    answer, nor is a part of a root or a power, and nothing is calculated.
 
     Numbers are written in digits, as `rewards.numbers` reads them; 40% is 40, and 18th is no number. Values are
     compared exactly: 72.0 is 72 and 144/2 is 72, 71.999 is not. Thoughts do not count
@@ -92,8 +98,11 @@ def final(text: str) -> Decimal | Fraction | None:
         return number(text[hashes + len("####") :].strip().partition("\n")[0])
     if found_boxes:
         return number(found_boxes[-1].content)
-    found = list(numbers.NUMBER.finditer(numbers.plain(text)))
-    return numbers.value(found[-1]) if found else None
+    text = numbers.plain(text)
+    found = list(numbers.NUMBER.finditer(text))
+    if not found or PART.search([word for word in text.split() if DIGIT.search(word)][-1]):
+        return None
+    return numbers.value(found[-1])
 
 
 def number(text: str) -> Decimal | Fraction | None:
@@ -102,6 +111,8 @@ def number(text: str) -> Decimal | Fraction | None:
     if not sentences:
         return None
     side = [part for part in sentences[0].split("=") if numbers.NUMBER.search(part)][-1]
+    if PART.search(side):
+        return None
     side = re.sub(rf"^\s*[{numbers.MINUS}]\s+", "-", numbers.SPACED.sub(lambda m: m[0].replace(" ", ""), side))
     values = {numbers.value(match) for match in numbers.NUMBER.finditer(side)}
     return values.pop() if len(values) == 1 else None
