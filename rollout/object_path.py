@@ -118,7 +118,10 @@ def row(row: object, limit: int = 120) -> str:
     """Describes a data row for error messages: its id if it has one, else its beginning."""
     if isinstance(row, dict) and "id" in row:
         return f"row id {row['id']!r}"
-    text = " ".join(repr(row).split())
+    try:
+        text = " ".join(repr(row).split())
+    except RecursionError:
+        text = f"nested too deep, with the fields {sorted(row)}" if isinstance(row, dict) else "nested too deep"
     return f"row {text if len(text) <= limit else text[: limit - 3] + '...'}"
 
 

@@ -32,6 +32,13 @@ ASK = {"role": "user", "content": "Hi?"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
+def nested(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"type": "object", "properties": {"a": value}}
+    return value
+
+
 def call(arguments):
     return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
 
@@ -148,6 +155,12 @@ REFUSED = {  # (fields, the error)
     "NaN in the text of arguments": ({"messages": [ASK, call('{"x": NaN}'), ASK]}, "an object or its JSON"),
     "tools that are no JSON": ({"prompt": "Hi?", "tools": [{**TOOL, "least": float("nan")}]},
                                r"must be JSON \(Out of range"),
+    "tools nested too deep": ({"prompt": "Hi?", "tools": [{"function": {"name": "f", "parameters": nested(450)}}]},
+                              "nested at most 100 levels deep"),
+    "tools as a text, nested too deep": ({"prompt": "Hi?", "tools": '[{"a": ' * 50_000}, "a list of tools or its JSON"),
+    "arguments nested too deep": ({"messages": [ASK, call(nested(450)), ASK]}, "nested at most 100 levels deep"),
+    "arguments as a text, nested too deep": ({"messages": [ASK, call('{"a": ' * 50_000), ASK]},
+                                             "an object or its JSON"),
     "half a character in arguments": ({"messages": [ASK, call({"city": "\ud800"}), ASK]}, "must be Unicode"),
     "half a character in tools": ({"prompt": "Hi?", "tools": [{"function": {"name": "\ud800"}}]},
                                   "must be Unicode|--workflow-options"),

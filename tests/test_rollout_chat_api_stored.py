@@ -9,7 +9,7 @@ from areax.rollout.chat.fields import Refused
 
 def kept(store, name, read=(), text="x"):
     item = {"type": "message", "id": f"msg_{name}", "content": text}
-    store.keep(read, {"id": name, "output": [item]})
+    store.keeper(read)({"id": name, "output": [item]})
     return item
 
 

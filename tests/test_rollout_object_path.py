@@ -115,3 +115,9 @@ def test_rows_are_abbreviated_in_messages():
     assert object_path.row({"id": "x-7", "prompt": "long" * 99}) == "row id 'x-7'"
     shown = object_path.row({"prompt": "a\nb" * 99})
     assert shown.startswith("row {'prompt': 'a\\nba") and len(shown) <= 124 and "\n" not in shown
+    deep: list = []
+    for _ in range(2000):
+        deep = [deep]
+    assert (
+        object_path.row({"schema": deep, "prompt": "a"}) == "row nested too deep, with the fields ['prompt', 'schema']"
+    )

@@ -75,7 +75,8 @@ def test_percent():
 @pytest.mark.parametrize(
     "text",
     ["", "x", "2x", "2 3", "18th", "1/0", "1/2/3", "1 2/3/4", "(5)", "2^3", "\\frac{1}{2}^2", "1,23", "12:30", "0x10",
-     "2\\sqrt{2}", "1.2.3", "5 cm", "1/2 1/2", "\\frac{a}{2}", "10!", "%", "-", "2-1/2", "max 10^3", "nan", "1_2", "2 and 3/4"],
+     "2\\sqrt{2}", "1.2.3", "5 cm", "1/2 1/2", "\\frac{a}{2}", "10!", "%", "-", "2-1/2", "max 10^3", "nan", "1_2",
+     "2 and 3/4"],
 )  # fmt: skip
 def test_other_texts_are_no_numbers(text):
     assert numbers.read(text) is None

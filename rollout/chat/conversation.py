@@ -19,6 +19,7 @@ UNREAD = {  # what to do with fields that others read into prompts
     "history": "make its turns 'messages'",
 }
 ROLES = {"developer": "system"}  # what templates call it
+DEEPEST = 100  # levels of objects and lists in each other
 REASONING = "reasoning_content", "reasoning", "thinking"  # of messages: names of one thing
 
 
@@ -93,6 +94,7 @@ def dialogue(row: Mapping[str, Any]) -> Conversation:
 
 
 def _read(row: Mapping[str, Any]) -> Conversation:
+    shallow("a row", prompt_fields(row))
     for name, instead in UNREAD.items():
         if not images.empty(row.get(name)):
             raise ValueError(f"a row's {name!r} is not read, got {str(row[name])[:80]!r}; {instead}")
@@ -117,7 +119,7 @@ def _tools(given: Any) -> tuple[Any, ...]:
     if isinstance(given, str) and given:
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"a row's 'tools' must be a list of tools or its JSON, got {given!r:.80}") from None
     given = given or []
     if not (isinstance(given, list) and all(isinstance(tool, Mapping) for tool in given)):
@@ -143,8 +145,20 @@ def _answer(said: Any) -> dict[str, Any]:
             f"a completion must be a text, or one message of the assistant, got {str(said)[:80]}; write other turns "
             "into 'messages'"
         )
+    shallow("a completion", message)
     check([message := plain(filled(message))])
     return message
+
+
+def shallow(what: str, value: Any) -> None:
+    """Raises ValueError for a value with more than DEEPEST levels, since JSON and templates are written by recursion."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (x.values() if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list | tuple))
+        level = [each for values in inner for each in values]
+        if not level:
+            return
+    raise ValueError(f"{what} must be nested at most {DEEPEST} levels deep, got more; flatten it")
 
 
 def filled(value: Any) -> Any:
@@ -211,15 +225,16 @@ def _called(call: Any) -> bool:
     try:
         loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
         return isinstance(loaded, Mapping) and bool(json_text("arguments", loaded))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def json_text(what: str, value: Any) -> str:
     """The JSON of a value; raises ValueError for what has none, such as a date, for which templates write "<date>"."""
+    shallow(what, value)
     try:
         return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"{what} must be JSON ({error}), got {value!r:.80}; write dates as texts, and what is missing as null"
         ) from None

@@ -176,9 +176,10 @@ def parse(body: bytes, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B0
 
 async def off_loop(http: Request, function: Callable[..., Any], *args: Any) -> Any:
     """The result of `function`, which takes long for a large body: in a thread then, while others are answered. So it
-    does for images, of which a small file may have many pixels; an escape may hide their name."""
+    does for images, of which a small file may have many pixels, and for what goes on from a response that is kept; an
+    escape may hide their names."""
     body = await http.body()
-    if len(body) > SMALL or b"image" in body or b"\\u" in body:
+    if len(body) > SMALL or any(name in body for name in (b"image", b"previous_response_id", b"\\u")):
         return await asyncio.to_thread(function, *args)
     return function(*args)
 

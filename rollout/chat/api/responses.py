@@ -6,7 +6,6 @@ Reasoning is returned as plain text, so `reasoning.encrypted_content` is not nee
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -93,7 +92,7 @@ def read(
             **fields.schema(wanted.get("format"), "text"),
         },
         stream=fields.boolean(body, "stream"),
-        keep=functools.partial(stored.keep, items) if keeps else None,
+        keep=stored.keeper(items) if keeps else None,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +59,15 @@ class Stored:
             raise Refused("input", f"no item with the id {id!r:.80} is kept; {ADVICE}")
         return item
 
-    def keep(self, read: Sequence[Mapping[str, Any]], response: Mapping[str, Any]) -> None:
-        """Keeps a response, which read these items; drops the oldest ones where there are too many."""
+    def keeper(self, read: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], None]:
+        """Makes `keep` of a response that reads these items, whose JSON may be long to write."""
+        return functools.partial(self.keep, read, len(json.dumps(read)))
+
+    def keep(self, read: Sequence[Mapping[str, Any]], size: int, response: Mapping[str, Any]) -> None:
+        """Keeps a response, which read these items of `size` characters; drops the oldest ones where there are too
+        many."""
         written = response["output"]
-        made = Kept(read, written, len(json.dumps([*read, *written])))
+        made = Kept(read, written, size + len(json.dumps(written)))
         with self._lock:
             self._kept[response["id"]] = made
             self._items |= {item["id"]: item for item in written}
