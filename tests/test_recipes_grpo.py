@@ -931,6 +931,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_written(place):
     assert not (place / "never").exists()
 
 
+@pytest.mark.slow
 def test_only_one_server_may_be_in_process():
     with pytest.raises(ValueError, match="--serve.count must be 1 with --serve.inside, got 2"):
         Serve(inside=True, count=2)

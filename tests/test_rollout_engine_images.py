@@ -252,6 +252,7 @@ def reference(name):
     return theirs, *torch_dicts.from_state_dict(config, theirs.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", vlm.CASES)
 def test_greedy_answers_are_those_of_transformers(name):

@@ -76,6 +76,7 @@ def alone(request):
         return request.param, found
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_samples_are_the_same_with_half_the_memory(alone):
     """Although requests wait, share pages, lose theirs and get them back."""

@@ -182,6 +182,7 @@ def test_tools_that_have_no_effect_are_refused(tmp_path):
         assert server.ok("/v1/chat/completions", body)["choices"][0]["message"]["content"] == "".join(CALL[1:])
 
 
+@pytest.mark.slow
 def test_tools_and_formats_are_refused_where_the_format_of_answers_is_not_known(tmp_path):
     written = parrot.TEMPLATE.replace("tool_call>", "call>")
     with servers.embedded(parrot.model(tmp_path / "m", CALL, template=written)) as server:

@@ -52,6 +52,7 @@ def ask(server, route: Route, **headers):
     return status, json.loads(answer or b"null")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "headers",
     [
