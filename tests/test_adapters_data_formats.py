@@ -150,6 +150,11 @@ def test_unusable_hh_rlhf_pairs_are_skipped():
         ),
         (formats.prompt_answer, {"question": "1", "answer": 1}, "needs the texts of exactly one"),
         (formats.prompt_answer, {"question": "", "answer": "", "prompt": "", "completion": ""}, "exactly one of"),
+        (
+            formats.prompt_answer,
+            {"question": "Which?", "answer": "b", "choices": ["a", "b"]},
+            "'choices' would not be in the prompt, got .*--row of your own",
+        ),
         (formats.instruction, {"instruction": "1"}, r"'instruction' and 'output'.*, got the fields \['instruction'\]"),
         (formats.instruction, {"instruction": "1", "output": "2", "input": 3}, "optionally 'input'"),
         (formats.instruction, {"instruction": "1", "output": "2", "history": ["3"]}, "'history' as a list of pairs"),
@@ -221,6 +226,11 @@ def test_the_function_that_reads_a_record_is_recognised(record, row):
         module, _, name = row.partition(":")
         made = getattr(importlib.import_module(module), name)(record)
         assert made.get("prompt") or made.get("messages")
+
+
+def test_weights_of_turns_in_sharegpt_are_kept():
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho", "weight": 0}]
+    assert formats.sharegpt({"conversations": turns})["messages"] == [USER, {**SAID, "weight": 0}]
 
 
 def test_conversations_of_trl():

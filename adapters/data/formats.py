@@ -16,6 +16,7 @@ PAIRS = (
     ("question", "answer"), ("problem", "solution"), ("problem", "answer"), ("prompt", "completion"),
     ("query", "response"),
 )  # fmt: skip
+ASKED_WITH = "context", "passage", "choices", "options"  # fields that belong to a question
 ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "assistant": "assistant", "tool": "tool", "observation": "tool",
@@ -64,8 +65,14 @@ def chat(record: dict) -> dict:
 def prompt_answer(record: dict) -> dict:
     """A row from question/answer, problem/solution, problem/answer, prompt/completion or query/response.
 
-    The second is used as both "completion" and "answer", unless the record has these fields. All fields are kept.
+    The second is used as both "completion" and "answer", unless the record has these fields. All fields are kept. A
+    record with a context or choices is refused: they would not be in the prompt.
     """
+    if asked := [name for name in ASKED_WITH if record.get(name) not in (None, "", [])]:
+        raise ValueError(
+            f"prompt_answer: {asked[0]!r} would not be in the prompt, got {str(record[asked[0]])[:80]!r}; write it "
+            "into the prompt with a --row of your own"
+        )
     found = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]
     if len({question for question, _ in found}) != 1:
         pairs = ", ".join("/".join(pair) for pair in PAIRS)
@@ -121,7 +128,11 @@ def sharegpt(record: dict) -> dict:
         wanted = f"'conversations' with strings 'value' and 'from' one of {', '.join(ROLES)}"
         raise _refusal("sharegpt", wanted + (f" (found {str(odd[0])[:60]})" if odd else ""), record)
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    told = ("weight", "loss", "train", "tool_calls")  # for the reader of messages to take, or to refuse
+    messages += [
+        {"role": ROLES[turn["from"]], "content": turn["value"], **{name: turn[name] for name in told if name in turn}}
+        for turn in turns
+    ]
     return {**_without(record, "conversations", "system"), "messages": messages}
 
 

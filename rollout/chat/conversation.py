@@ -17,6 +17,7 @@ UNREAD = {  # what to do with fields that others read into prompts
     "documents": "write them into a message",
     "system": 'make it the first of \'messages\', {"role": "system", "content": ...}',
     "history": "make its turns 'messages'",
+    **dict.fromkeys(("videos", "video", "audios", "audio"), "no recipe reads it; leave the row out"),
 }
 ROLES = {"developer": "system"}  # what templates call it
 DEEPEST = 100  # levels of objects and lists in each other
@@ -151,7 +152,7 @@ def _answer(said: Any) -> dict[str, Any]:
 
 
 def shallow(what: str, value: Any) -> None:
-    """Raises ValueError for a value with more than DEEPEST levels, since JSON and templates are written by recursion."""
+    """Raises ValueError for a value with more than DEEPEST levels: templates and JSON are written by recursion."""
     level = [value]
     for _ in range(DEEPEST):
         inner = (x.values() if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list | tuple))
@@ -195,6 +196,11 @@ def check(messages: Sequence[Message]) -> None:
             raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
         if message.get("function_call"):
             raise ValueError(f"a message's 'function_call' is not read, got {str(message)[:80]}; give it in tool_calls")
+        for name in ("loss", "train"):  # of ms-swift and axolotl
+            if message.get(name) is not None:
+                raise ValueError(
+                    f"a message's {name!r} is not read, got {str(message)[:80]}; give it as 'weight', 0 or 1"
+                )
         if not (isinstance(message.get("content"), str | list) or calls):
             raise ValueError(f"a message needs a role and a content, a text, got {str(message)[:80]}")
         if calls and not (isinstance(calls, list) and all(map(_called, calls))):
