@@ -229,6 +229,7 @@ LEARNT = {  # (row, what is learnt of all turns, and of the last)
     "parts": ({"messages": [ASK, {**ANSWER, "content": [{"type": "text", "text": "A"}]}]}, *SAID),
     "an end of turn": ({"prompt": "Hi?", "completion": "A<|im_end|>"}, *SAID),
     "an end of turn and a line break": ({"prompt": "Hi?", "completion": "A<|im_end|>\n"}, *SAID),
+    "two ends": ({"prompt": "Hi?", "completion": "A<|im_end|>\n<|im_end|>"}, *SAID),
     "nothing": ({"messages": [ASK, ANSWER, ASK], "completion": ""}, "A<|im_end|><|im_end|>", "<|im_end|>"),
     "two turns": ({"messages": [ASK, ANSWER, ASK, OTHER]}, "A<|im_end|>B<|im_end|>", "B<|im_end|>"),
     "the same twice": ({"messages": [ASK, ANSWER, ASK, ANSWER]}, "A<|im_end|>" * 2, "A<|im_end|>"),

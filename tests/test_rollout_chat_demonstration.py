@@ -207,6 +207,30 @@ def test_masks_are_the_marks_of_trl(name):
             assert not [1 for a, b in zip(mask, marks, strict=False) if a > b]
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learnt_ends_with_what_ends_completions(name):
+    TOKENS.chat_template = TEMPLATES[name]
+    special = template.special_tokens(TOKENS)
+    for messages, tools in CONVERSATIONS.values():
+        got = one_line(chat_sft.demonstration, TOKENS, {"messages": messages, "tools": tools}, "last")
+        if isinstance(got, str) or (name == "diffusion_gemma_training" and messages[-1] is CALL):  # marks no end
+            continue
+        text = TOKENS.decode([id for id, learnt in zip(*got, strict=True) if learnt]).rstrip()
+        ends = re.search("(?:" + "|".join(map(re.escape, special.values())) + r")*\Z", text)
+        assert any(special[id] in ends[0] for id in tokenizer.stop_ids(TOKENS)), text[-80:]
+
+
+def test_calls_may_have_an_end_of_their_own():
+    found = {}
+    for name, text in TEMPLATES.items():
+        TOKENS.chat_template = text
+        if (end := template.call_end(TOKENS)) not in template.closing(TOKENS):
+            found.setdefault(end, set()).add(name.removesuffix("_training").split("_v")[0])
+    assert found == {
+        "<|call|>": {"gptoss"}, "<|observation|>": {"glm4moe"}, "<|tool_response>": {"gemma4", "diffusion_gemma"},
+    }  # fmt: skip
+
+
 INSIDE = "<think>\nI greet.\n</think>\n\nHello."
 LEARNT = {  # (template, row) -> what is learnt
     ("qwen3", "Hello."): "<think>\n\n</think>\n\nHello.<|im_end|>",

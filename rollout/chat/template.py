@@ -7,6 +7,7 @@ system prompt or other tools), the longer conversation starts a new sequence.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -90,8 +91,10 @@ def readable(tokenizer: Any, talk: Conversation) -> Conversation:
 def _ended(message: dict[str, Any], ends: Collection[str]) -> dict[str, Any]:
     text = message.get("content")
     whole = text.rstrip() if isinstance(text, str) else ""
-    end = next((end for end in ends if whole.endswith(end)), "")
-    return {**message, "content": whole.removesuffix(end)} if end else message
+    while end := next((end for end in ends if whole.endswith(end)), ""):
+        text = whole.removesuffix(end)
+        whole = text.rstrip()
+    return {**message, "content": text} if "content" in message else message
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -259,6 +262,28 @@ def _closing(tokenizer: Any, chat_template: str) -> str:
     content = "areax"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     return render(tokenizer, chat, (), {}, ask=False).rpartition(content)[2]
+
+
+def call_end(tokenizer: Any) -> str:
+    """The special token with which the template ends a turn of calls, such as <|call|>; "" = it ends none, or each
+    call with the same."""
+    return _call_end(tokenizer, str(tokenizer.chat_template or ""))
+
+
+@functools.lru_cache(maxsize=32)  # once per template, not per turn
+def _call_end(tokenizer: Any, chat_template: str) -> str:
+    call = {"id": "call00000", "type": "function", "function": {"name": "areax", "arguments": {"areax": "areax"}}}
+    tools = [{"type": "function", "function": {"name": "areax", "description": "", "parameters": {"type": "object"}}}]
+    texts = []
+    for calls in ([call], [call, {**call, "id": "call00001"}]):
+        said: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+        with contextlib.suppress(ValueError):  # it has no calls, or not two
+            texts.append(render(tokenizer, [{"role": "user", "content": "?"}, said], tools, {}, ask=False))
+    if not texts:
+        return ""
+    end = texts[0].rpartition("areax")[2].rstrip()
+    found = next((token for token in special_tokens(tokenizer).values() if token and end.endswith(token)), "")
+    return found if found and len({text.count(found) for text in texts}) == 1 else ""
 
 
 @functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
