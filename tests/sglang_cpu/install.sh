@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install.sh DIR: makes a virtual environment in which the real SGLang serves on a CPU; 3.3 GB.
+# install.sh DIR: makes a virtual environment in which the real SGLang serves on a CPU; 3.3 GB, or 6 with the CUDA build of torch.
 #
 # SGLang's own requirements ask for CUDA builds that a CPU cannot load. So torch comes first, with what it needs,
 # and then the complete list of requirements.txt with nothing resolved and nothing added.

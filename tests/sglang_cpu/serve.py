@@ -39,9 +39,10 @@ import torch  # noqa: E402
 
 # torchvision's compiled half is built for CUDA and does not load beside a CPU torch. Its Python half,
 # which transformers imports, only needs these two operators declared; no text model calls them.
-torchvision = torch.library.Library("torchvision", "DEF")
-for operator in ("nms", "qnms"):
-    torchvision.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if torch.version.cuda is None:
+    torchvision = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        torchvision.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def unpinned(make):
