@@ -118,7 +118,7 @@ def test_numbers_in_a_text_become_latex(text, latex):
 
 
 @pytest.mark.parametrize(
-    "piece", ["9", "1,", "1 ", "1 2/3 ", "\\frac", "\\frac{1", "10^", "e-3", " ", "\u00bd", "1'234"]
+    "piece", ["9", "1,", "1 ", "1 2/3 ", "\\frac", "\\frac{1", "10^", "e-3", " ", "\u00bd", "1'234", "123 "]
 )
 def test_long_texts_are_read_quickly(piece):
     with cpu.limit(2):

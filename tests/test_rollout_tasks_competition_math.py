@@ -2,6 +2,7 @@
 
 import threading
 
+import cpu
 import pytest
 
 from areax.rollout.tasks import competition_math
@@ -150,6 +151,20 @@ def test_the_reward_works_in_a_thread():
 def test_an_answer_that_takes_too_long_to_compute_is_wrong(monkeypatch):
     monkeypatch.setattr(competition_math, "SECONDS", 1)
     assert competition_math.reward("\\boxed{9^{9^{9^9}}}", {"answer": "9"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"\\boxed{{{i}}} " for i in range(3000)),
+        "\\boxed{east" + " " * 60_000 + "1}",
+        "\\boxed{7}" + " " * 60_000,
+        "1" + ",234" * 60_000 + " 1/2",
+    ],
+)
+def test_very_long_answers_are_scored_quickly(text):
+    with cpu.limit(3):
+        assert competition_math.reward(text, {"answer": "8"}) == 0.0
 
 
 def test_an_unparsable_gold_answer_is_an_error():

@@ -3,6 +3,7 @@
 import itertools
 from fractions import Fraction
 
+import cpu
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,10 +96,13 @@ def test_values_equal_those_of_python(numbers, data):
         ("(" * 100 + "3*7+1" + ")" * 100, 1),
         ("(" * 4000 + "3*7+1" + ")" * 4000, 0),
         ("9" * 10_000, 0),
+        ("<answer>" * 20_000, 0),
+        ("<answer>1 <answer>3*7+1</answer>", 1),
     ],
 )
 def test_the_reward_of_a_text(text, score):
-    assert countdown.reward(text, {"numbers": [7, 3, 1], "target": 22, "operators": "+*"}) == score
+    with cpu.limit(1):
+        assert countdown.reward(text, {"numbers": [7, 3, 1], "target": 22, "operators": "+*"}) == score
 
 
 def test_fractions_are_exact_and_the_row_limits_the_operators():

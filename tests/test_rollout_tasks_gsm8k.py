@@ -243,6 +243,8 @@ def test_the_answer_of_a_row_may_be_a_number_or_a_solution(answer):
         "\\boxed{" * 20_000,
         "\\frac{" + "1" * 20_000,
         "1'234" * 20_000,
+        "1" + " 234" * 30_000,
+        "\\boxed{1}" + " " * 50_000,
         "=" * 20_000,
     ],
 )

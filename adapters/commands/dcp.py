@@ -6,6 +6,7 @@ import enum
 import math
 import os
 import pickle
+import reprlib
 import struct
 import warnings
 from dataclasses import dataclass, field, is_dataclass

@@ -8,7 +8,7 @@ from typing import NamedTuple
 _BOX = r"\\(?:boxed|fbox)(?![a-zA-Z])\s*"
 # A brace, with the box that it belongs to; a box without a brace; what is skipped, such as \{.
 TOKEN = re.compile(rf"(?P<box>{_BOX})?(?P<open>\{{)|{_BOX}(?P<bare>[^\s${{][^\s$]*)|\\.|\}}", re.DOTALL)
-PERCENT = re.compile(r"[^\S\n]*\$?[^\S\n]*(?:\\?%|percent|pct)")  # behind a box
+PERCENT = re.compile(r"[^\S\n]*+(?:\$[^\S\n]*+)?(?:\\?%|percent|pct)")  # behind a box
 
 
 class Box(NamedTuple):

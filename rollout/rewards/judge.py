@@ -32,7 +32,8 @@ SCORE = rf"(?i:score)(?:\s*\(?out\s+of\s+{_NUMBER})?{_MARKS}[:=][\s*_`()\[\]:]*(
 _ALONE = r"(?<![\w.,/^\u2044\u2212\u2013\u2014-])(?<![0-9][ :*])(?<!out of )"  # not the 5 of 8,5, nor the 1/2 of 8 1/2
 LAST = rf"{_ALONE}(-?{_NUMBER}){_OUT_OF}(?:\s*points?)?\W*\Z"  # the text ends in the number
 RANGE = re.compile(
-    rf"(?:(?:on a scale )?(?:from|of|between)\s+)?({_NUMBER})\s*([-\u2013\u2014,]|to|or|and|\.\.+)\s*({_NUMBER})"
+    rf"(?<![0-9])(?:(?:on a scale )?(?:from|of|between)\s+)?({_NUMBER})"
+    rf"\s*([-\u2013\u2014,]|to|or|and|\.\.+)\s*({_NUMBER})"
 )
 
 

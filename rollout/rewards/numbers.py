@@ -14,7 +14,7 @@ from fractions import Fraction
 
 LONGEST = 100  # most characters of a fraction
 MINUS = "-\u2212\u2013"
-_WHOLE = "[0-9]{1,3}(?:[ ,][0-9]{3})+|[0-9]{1,20}"
+_WHOLE = "[0-9]{1,3}(?:[ ,][0-9]{3}){1,30}|[0-9]{1,20}"  # bounded, since it is tried at each group of digits
 _DIGITS = r"(?:[0-9]{1,3}(?:[,'_\u2019\u00a0\u2009\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # Not the 2 in m2, nor the minus in 5-3 or of a bullet, nor 18th; but 1/8th.
 NUMBER = re.compile(

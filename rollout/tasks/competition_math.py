@@ -15,7 +15,8 @@ from ..rewards.boxes import boxes
 PROMPT = "{problem}\nReason step by step, and put the final answer into \\boxed{{}}."
 # Words, at least one of which is too long for a product of variables.
 WORDS = re.compile(
-    r"(?:\\(?:text|textbf|textit|mathrm|mathbf)\{)?\s*((?=[^}]*[A-Za-z]{4})(?!inf)[A-Za-z][A-Za-z ',-]*?)[\s.]*\}?"
+    r"(?:\\(?:text|textbf|textit|mathrm|mathbf)\{)?\s*+"
+    r"((?=[^}]*[A-Za-z]{4})(?!inf)[A-Za-z](?:[A-Za-z ',-]*[A-Za-z',-])?)[\s.]*\}?"
 )
 ROMAN_E = re.compile(r"\\mathrm\s*\{\s*e\s*\}")  # Euler's number
 AND = re.compile(r"(?<=[0-9]) and (?=[0-9]+/[0-9])")  # 2 and 3/4
@@ -30,6 +31,7 @@ MORE = re.compile(
 LESS = re.compile(r"(?:[0-9)]\s*(?:\*{1,2}|[-+,−–/^:×÷·⋅])|[<>√±≤≥≠]|\\(?:sqrt\{?|times|cdot|pm|leq?|geq?))\s*\Z")
 SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\$")
 SECONDS = 3  # each for parsing and for comparing an answer
+BOXES = 16  # most different boxes of an answer: each is compared with all
 
 
 def row(record: dict) -> dict:
@@ -67,8 +69,8 @@ def reward(text: str, row: dict) -> float:
     """1.0 if the final answer in `text` is equivalent to `row["answer"]`, else 0.0.
 
     The final answer is the \\boxed{...} one, else what the text calls its answer, else its last expression. Boxes with
-    different values, wherever they are, count as a set of answers, so guessing twice does not pay. Thoughts do not
-    count (`rewards.answers.without_thoughts`).
+    different values, wherever they are, count as a set of answers, so guessing twice does not pay; more than `BOXES`
+    different ones are no answer. Thoughts do not count (`rewards.answers.without_thoughts`).
 
     Rational numbers are compared exactly, in the notations of `rewards.numbers`; how, and what else is equal, says
     `rewards.equality.equal`. If both answers name a base, as 101_2 does, they need the same one. Without a box a number
@@ -92,13 +94,15 @@ def _answer(text: str) -> list[Any]:
     from latex2sympy2_extended.sets import FiniteSet
     from math_verify import parse
 
-    contents = [box.content for box in boxes(text)]
+    contents = dict.fromkeys(box.content for box in boxes(text))
     if not contents:
         text = _latex(POINT.sub("0.", AND.sub(" ", text)))
         single = parse(text, parsing_timeout=_seconds())
         return [] if _half(text, single) else single
+    if len(contents) > BOXES:
+        return []
     found: list[list[Any]] = []
-    for answer in map(_boxed_answer, dict.fromkeys(contents)):
+    for answer in map(_boxed_answer, contents):
         if answer and not any(_equal(other, answer) for other in found):
             found.append(answer)
     if len(found) < 2:

@@ -165,7 +165,7 @@ def reward(text: str, row: dict) -> float:
     (`rewards.answers.without_thoughts`).
     """
     text = without_thoughts(text)
-    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    tagged: list[str] = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
     try:
         value, used = evaluate((tagged[-1] if tagged else text).strip(), row["operators"])
     except ValueError:
