@@ -5,6 +5,7 @@ import enum
 import json
 import pickle
 import socket
+import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import torch
 import transformers
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from areax import models
 from areax.adapters import hf, peft, safetensors
@@ -345,6 +347,42 @@ def test_an_index_gets_no_attribute_but_members_and_changes_no_class(attack, sai
     with pytest.raises(ValueError, match="must be an index of torch.distributed.checkpoint, got") as error:
         dcp._index(tmp_path)
     assert said in str(error.value) and vars(metadata.Metadata) == before
+
+
+def doubled(times):
+    """A list that holds 2 ** times lists."""
+    made = []
+    for _ in range(times):
+        made = [made, made]
+    return made
+
+
+@pytest.mark.parametrize(
+    "attack, said",
+    [
+        (Calls(getattr, FORMATS, doubled(64)), "it asks for a list of <enum"),
+        (Calls(list), "it asks for builtins.list"),
+        (b"\x80\x02" + pickle.dumps(doubled(64), 2)[2:-1] + b"}b.", "it changes a list"),
+        (metadata.Metadata({}, storage_data={1: _StorageInfo(doubled(64), 0, 0)}), "got a list; use another"),
+        (metadata.Metadata({}, storage_data={1: _StorageInfo("x" * 9999, 0, 0)}), "got 'xxx"),
+        (Calls(torch.device, "a\nb" * 9999), "Invalid device string: 'a ba ba"),
+        (b"cos\n" + b"x" * 9999 + b"\n.", "it asks for os.xxx"),
+        (b"", "got another (EOFError: )"),
+    ],
+)
+def test_what_an_index_holds_makes_no_refusal_long(attack, said, tmp_path):
+    (tmp_path / ".metadata").write_bytes(attack if isinstance(attack, bytes) else pickle.dumps(attack, 4))
+    with pytest.raises(ValueError, match="use another checkpoint$") as error:
+        dcp._index(tmp_path)
+    assert said in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_indexes_that_python_313_wrote_are_read(tmp_path):
+    wanted = metadata.Metadata({}, storage_data={}, storage_meta=metadata.StorageMeta(checkpoint_id=Path("a")))
+    written = pickle.dumps(wanted, 2)
+    assert written.count(b"cpathlib\n") == 1 or sys.version_info[:2] == (3, 13)
+    (tmp_path / ".metadata").write_bytes(written.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert dcp._index(tmp_path) == wanted
 
 
 class Runs:

@@ -35,6 +35,7 @@ def test_references_and_responses_become_items():
         ({"input": [{"type": "item_reference", "id": "b"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": {}}]}, "input"),
         ({"input": [{"type": "item_reference"}]}, "input"),
+        ({"input": [{"id": "msg_a"}, {"role": "user", "content": "x"}, {"id": "msg_a"}]}, "input"),
         ({"input": []}, "input"),
         ({}, "input"),
     ],

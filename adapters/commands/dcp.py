@@ -6,9 +6,9 @@ import enum
 import math
 import os
 import pickle
-import reprlib
 import struct
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def _start(config, names, path: Path) -> str:
                     return name.removesuffix(key)
     raise ValueError(
         f"{path}: tensors must have Hugging Face's names, as FSDP2 trainers save them, got "
-        f"{', '.join([*names][:3]) or 'none'}; convert it with the library that wrote it"
+        f"{', '.join(f'{name:.80}' for name in [*names][:3]) or 'none'}; convert it with the library that wrote it"
     )
 
 
@@ -167,7 +167,13 @@ def _member(enumeration: Any, name: Any) -> Any:
     own = isinstance(enumeration, enum.EnumMeta) and enumeration.__module__ == METADATA_OF
     if own and type(name) is str and name in enumeration.__members__:
         return enumeration.__members__[name]
-    raise pickle.UnpicklingError(f"it asks for {name!r:.80} of {enumeration!r:.80}")
+    raise pickle.UnpicklingError(f"it asks for {_shown(name)} of {_shown(enumeration)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in at most 80 characters: of what may hold itself a billion times only the type."""
+    holds = type(value) in (tuple, list, dict, set, frozenset, OrderedDict) or is_dataclass(type(value))
+    return f"a {type(value).__name__}" if holds else f"{value!r:.80}"
 
 
 Unpickler: Any = pickle._Unpickler  # written in Python: what sets attributes can be replaced
@@ -181,6 +187,7 @@ class _Safe(Unpickler):
 
         if (module, name) == ("builtins", "getattr"):
             return _member
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 pickles paths
         if (module, name) in NAMES:
             return super().find_class(module.removesuffix("._local"), name)
         if module in ("torch", METADATA_OF) and "." not in name:
@@ -194,7 +201,7 @@ class _Safe(Unpickler):
         """Sets attributes of an object: of a record of the index, not of a class, a function or a member."""
         into = self.stack[-2]
         if isinstance(into, enum.Enum) or not is_dataclass(type(into)):
-            raise pickle.UnpicklingError(f"it changes {into!r:.80}")
+            raise pickle.UnpicklingError(f"it changes {_shown(into)}")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -213,18 +220,24 @@ def _index(path: Path) -> Any:
         with open(file, "rb") as source:
             found = _Safe(source).load()
     except DAMAGED as error:
-        raise ValueError(f"{file}: must be an index of torch.distributed.checkpoint, got another: {error}") from error
+        raise ValueError(
+            f"{file}: must be an index of torch.distributed.checkpoint, got another "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); use another checkpoint"
+        ) from error
     known = isinstance(found, Metadata) and all(
         isinstance(getattr(found, each, None), dict) for each in ("state_dict_metadata", "storage_data")
     )
     if not known:
-        raise ValueError(f"{file}: must be an index of torch.distributed.checkpoint, got {type(found).__name__}")
+        raise ValueError(
+            f"{file}: must be an index of torch.distributed.checkpoint, got a {type(found).__name__}; use another "
+            "checkpoint"
+        )
     for name, meta in found.state_dict_metadata.items():
         sizes = getattr(meta, "size", None) if isinstance(meta, TensorStorageMetadata) else ()
         if type(name) is not str or not isinstance(sizes, tuple) or not all(type(n) is int for n in sizes):
-            raise ValueError(f"{file}: tensors must have names and sizes, got {name!r:.80}; use another checkpoint")
+            raise ValueError(f"{file}: tensors must have names and sizes, got {_shown(name)}; use another checkpoint")
     for part in found.storage_data.values():
         name = getattr(part, "relative_path", None)
-        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
-            raise ValueError(f"{file}: parts must be files of the folder, got {name!r:.80}; use another checkpoint")
+        if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(path / name):
+            raise ValueError(f"{file}: parts must be files of the folder, got {_shown(name)}; use another checkpoint")
     return found

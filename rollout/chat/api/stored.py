@@ -38,13 +38,14 @@ class Stored:
         """The items of a request's input, behind those of the response that it continues, without references.
 
         Raises:
-          Refused: the input is neither a text nor a list of objects, or names what is not kept.
+          Refused: the input is neither a text nor a list of objects, names what is not kept, or an item twice.
         """
         given, before = body.get("input"), body.get("previous_response_id")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
         rule(bool(items), "input", "must not be empty", given)
         with self._lock:
-            found = [self._found(item) if _refers(item) else item for item in items]
+            referred: set[str] = set()
+            found = [self._found(item, referred) if _refers(item) else item for item in items]
             if before is None:
                 return found
             kept = self._kept.get(before) if isinstance(before, str) else None
@@ -52,11 +53,15 @@ class Stored:
             raise Refused("previous_response_id", f"no such response is kept, got {before!r:.80}; {ADVICE}")
         return [*kept.read, *kept.written, *found]
 
-    def _found(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _found(self, reference: Mapping[str, Any], others: set[str]) -> Mapping[str, Any]:
+        """The item of a reference, whose id is added to `others`."""
         id = reference.get("id")
         item = self._items.get(id) if isinstance(id, str) else None
         if item is None:
             raise Refused("input", f"no item with the id {id!r:.80} is kept; {ADVICE}")
+        if id in others:  # else a short input could name more text than fits into memory
+            raise Refused("input", f"may refer to each item once, got {id!r:.80} twice; leave one out")
+        others.add(str(id))
         return item
 
     def keeper(self, read: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], None]:
