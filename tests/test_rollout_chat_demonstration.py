@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from areax.adapters import tokenizer
 from areax.adapters.data import chat_sft
 from areax.rollout.chat import template
-from areax.rollout.chat.api import ask, openai
+from areax.rollout.chat.api import ask, openai, responses
 
 SPEC = importlib.util.find_spec("trl")
 assert SPEC and SPEC.submodule_search_locations
@@ -115,6 +115,19 @@ def test_prompts_are_those_of_transformers(name):
             assert template.prompted(tokens, row).text == wanted
         request = ask.Ask(body={}, messages=openai.messages({"messages": texts}), tools=tools)
         assert ask.render(tokens, request) == wanted
+
+
+def test_parts_of_text_are_joined_alike_in_rows_and_requests():
+    """As templates that read parts write them: without anything in between."""
+    said = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("What is ", "2+2?")]}]
+    items = [{**part, "type": "input_text"} for part in said[0]["content"]]
+    for name in ("llama3", "gemma3", "qwen3", "qwen3_5_think"):
+        TOKENS.chat_template = TEMPLATES[name]
+        wanted = rendered(TOKENS, [{"role": "user", "content": "What is 2+2?"}], [], add_generation_prompt=True)
+        assert template.prompted(TOKENS, {"messages": said}).text == wanted
+        asked = responses._messages([{"type": "message", "role": "user", "content": items}])
+        for messages in (openai.messages({"messages": said}), asked):
+            assert ask.render(TOKENS, ask.Ask(body={}, messages=messages)) == wanted
 
 
 def runs(tokens, ids, mask):

@@ -168,7 +168,7 @@ def call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def text(content: Any, where: str, kinds: Collection[str] = ("text",), between: str = "\n") -> str:
+def text(content: Any, where: str, kinds: Collection[str] = ("text",), between: str = "") -> str:
     """The text of a message's content: a string, or parts of the `kinds`, joined by `between`."""
     if content is None or isinstance(content, str):
         return content or ""

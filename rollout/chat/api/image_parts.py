@@ -12,11 +12,13 @@ KINDS = "image_url", "input_image", "image"
 DETAILS = None, "auto", "high", "original"  # the model's image processor decides
 
 
-def content(given: Any, where: str, kinds: Collection[str] = ("text",)) -> str | list[dict[str, Any]]:
+def content(
+    given: Any, where: str, kinds: Collection[str] = ("text",), between: str = ""
+) -> str | list[dict[str, Any]]:
     """A content as `fields.text`, or if it has images as parts. Raises Refused."""
     parts = given if isinstance(given, list) else []
     if not any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts):
-        return fields.text(given, where, kinds)
+        return fields.text(given, where, kinds, between)
     found = [_image(part, where) if part.get("type") in KINDS else part for part in fields.objects(given, where)]
     as_text = lambda part: {"type": "text", "text": fields.text([part], where, kinds)}
     return [dict(part) if part.get("type") == "image" else as_text(part) for part in found]

@@ -46,6 +46,7 @@ TOOL = fields.table(
         "allowed_callers": Refusal(but=(["direct"],)),
     },
 )
+BETWEEN = "\n"  # blocks of text, which become one
 SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
 
 
@@ -82,7 +83,7 @@ def _asked(body: Mapping[str, Any], model: Abilities, table: Table, forces: bool
     fields.known(output, OUTPUT_CONFIG)
     model.check_images(body, "messages")
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
-    system = [{"role": "system", "content": fields.text(body["system"], "system")}] if body.get("system") else []
+    system = fields.text(body.get("system"), "system", between=BETWEEN)
     messages = [message for one in fields.objects(body.get("messages"), "messages") for message in _messages(one)]
     rule(bool(messages), "messages", "must not be empty", messages)
     if messages[-1]["role"] == "assistant":
@@ -91,7 +92,7 @@ def _asked(body: Mapping[str, Any], model: Abilities, table: Table, forces: bool
     choice = fields.mapping(body, "tool_choice")
     return {
         "body": body,
-        "messages": system + messages,
+        "messages": [*([{"role": "system", "content": system}] if system else []), *messages],
         "tools": tools if forced else _chosen(choice, tools),
         "forced": forced,
         "one_call": choice.get("type") == "tool" or fields.boolean(choice, "disable_parallel_tool_use"),
@@ -218,7 +219,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     role, content = given.get("role"), given.get("content")
     rule(role in ("user", "assistant", "system"), "messages", "a role must be user, assistant or system", role)
     if role == "system":
-        return [{"role": role, "content": fields.text(content, "messages")}]
+        return [{"role": role, "content": fields.text(content, "messages", between=BETWEEN)}]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else fields.objects(content, "messages")
     if role == "assistant":
         return [_assistant(blocks)]
@@ -229,13 +230,13 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             texts.append(block)
             continue
         if texts:
-            messages.append({"role": "user", "content": image_parts.content(texts, "messages")})
+            messages.append({"role": "user", "content": image_parts.content(texts, "messages", between=BETWEEN)})
             texts = []
         rule(isinstance(block.get("tool_use_id"), str), "messages", "a result needs a tool_use_id", block)
-        result = image_parts.content(block.get("content"), "messages")
+        result = image_parts.content(block.get("content"), "messages", between=BETWEEN)
         messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or not blocks:
-        messages.append({"role": "user", "content": image_parts.content(texts, "messages")})
+        messages.append({"role": "user", "content": image_parts.content(texts, "messages", between=BETWEEN)})
     return messages
 
 
@@ -243,7 +244,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     thoughts = [block for block in blocks if block.get("type") == "thinking"]
     uses = [block for block in blocks if block.get("type") == "tool_use"]
     others = [block for block in blocks if block.get("type") not in ("thinking", "tool_use")]
-    message: dict[str, Any] = {"role": "assistant", "content": fields.text(others, "messages", between="")}
+    message: dict[str, Any] = {"role": "assistant", "content": fields.text(others, "messages")}
     if thoughts:
         right = all(isinstance(block.get("thinking"), str) for block in thoughts)
         rule(right, "messages", "a thinking block needs its thinking", thoughts)

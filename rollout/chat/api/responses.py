@@ -273,7 +273,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rule(role in ROLES and role != "tool", "input", "a role must be user, assistant, system or developer", role)
             kinds = ["input_text", "output_text", "text", "refusal"]
             if turn is not None:
-                turn["content"] += fields.text(item.get("content"), "input", kinds, "")
+                turn["content"] += fields.text(item.get("content"), "input", kinds)
             else:
                 read = image_parts.content if role == "user" else fields.text
                 messages.append({"role": ROLES[role], "content": read(item.get("content"), "input", kinds)})
@@ -284,8 +284,8 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _reasoning(item: Mapping[str, Any]) -> str:
     """The text of a reasoning item: its content, or else its summary."""
-    return fields.text(item.get("content"), "input", ["reasoning_text"], "") or fields.text(
-        item.get("summary"), "input", ["summary_text"]
+    return fields.text(item.get("content"), "input", ["reasoning_text"]) or fields.text(
+        item.get("summary"), "input", ["summary_text"], "\n"
     )
 
 
