@@ -484,3 +484,34 @@ def test_an_unscorable_episode_is_unscorable_in_every_row():
     assert all(math.isnan(row.reward) for row in session.samples(style="interactions"))
     session.set_reward(2.0)
     assert [row.info["episode_reward"] for row in session.samples(style="interactions")] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "assistant", "content": "A<|im_end|>"},
+        {"role": "assistant", "content": "A<|im_end|>\n<|im_end|>"},
+        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+2?"}]},
+        {"role": "assistant", "content": "A", "reasoning": "Hm."},
+        {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}},
+        {"role": "user", "content": 5},
+        {"content": "?"},
+        {"role": "user", "content": [{"type": "input_audio"}]},
+    ],
+)
+def test_messages_mean_what_they_mean_in_rows(message):
+    messages = [user("?"), message, user("!")]
+
+    async def generate(tokens, **sampling):
+        return Completion([END], [-1.0], [0], "stop")
+
+    def read(how):
+        try:
+            return how()
+        except ValueError as error:
+            return str(error)
+
+    session = Session(generate, TOKENS["thinking"], sampling=Sampling())
+    asked = read(lambda: asyncio.run(session.ask(messages)).before)
+    assert asked == read(lambda: template.prompted(TOKENS["thinking"], {"messages": messages}).text)

@@ -111,7 +111,7 @@ def _read(row: Mapping[str, Any]) -> Conversation:
     messages = filled(value) if isinstance(value, list) else [{"role": "user", "content": value}]
     messages = images.placed(messages, images.given(row))
     check(messages)
-    messages = [{**plain(message), "role": ROLES.get(message["role"], message["role"])} for message in messages]
+    messages = list(map(spoken, messages))
     return Conversation(messages, _tools(row.get("tools")), variables(row))
 
 
@@ -170,11 +170,23 @@ def filled(value: Any) -> Any:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message with parts of text joined, unless it has images."""
+    """A message with parts of text joined, unless it has images; raises ValueError for what would be lost."""
     message, content = dict(message), message.get("content")
+    if message.get("function_call"):
+        raise ValueError(f"a message's 'function_call' is not read, got {str(message)[:80]}; give it in tool_calls")
+    if not isinstance(content, str | list | None):
+        raise ValueError(f"a message needs a role and a content, a text, got {str(message)[:80]}")
     if isinstance(content, list) and not images.within([message]):
         message["content"] = images.text(content)
     return message
+
+
+def spoken(message: Message) -> dict[str, Any]:
+    """A message as `plain`, its role as templates call it."""
+    role = message.get("role")
+    if not (isinstance(role, str) and role):
+        raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
+    return {**plain(message), "role": ROLES.get(role, role)}
 
 
 def reasoning(message: Message) -> str:
@@ -194,13 +206,12 @@ def check(messages: Sequence[Message]) -> None:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
             raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
-        if message.get("function_call"):
-            raise ValueError(f"a message's 'function_call' is not read, got {str(message)[:80]}; give it in tool_calls")
         for name in ("loss", "train"):  # of ms-swift and axolotl
             if message.get(name) is not None:
                 raise ValueError(
                     f"a message's {name!r} is not read, got {str(message)[:80]}; give it as 'weight', 0 or 1"
                 )
+        plain(message)  # refuses a function_call, and parts that are neither text nor images
         if not (isinstance(message.get("content"), str | list) or calls):
             raise ValueError(f"a message needs a role and a content, a text, got {str(message)[:80]}")
         if calls and not (isinstance(calls, list) and all(map(_called, calls))):
@@ -219,7 +230,6 @@ def check(messages: Sequence[Message]) -> None:
         json_text("a message", {name: value for name, value in message.items() if name != "content"})
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"a message's weight must be 0 or 1, got {message['weight']!r:.80}; repeat rows instead")
-        plain(message)  # refuses parts that are neither
     unicode(*texts(messages))
 
 

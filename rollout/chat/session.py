@@ -97,7 +97,7 @@ class Session:
           ServerError: the server failed.
         """
         given = messages, tools, dict(template or {}), self._temperature(sampling)
-        long = images.within(messages) or sum(len(message.get("content") or "") + 100 for message in messages) > LONG
+        long = images.within(messages) or sum(len(str(message.get("content"))) + 100 for message in messages) > LONG
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
         if on_prompt:
             on_prompt(len(interaction.prompt))
@@ -151,7 +151,8 @@ class Session:
 
     def _asked(self, messages, tools, options, temperature) -> Interaction:
         """Makes the interaction to be sampled, linked to the one that it continues."""
-        messages = [conversation.plain(message) for message in images.read(messages, self._processor)]
+        messages = list(map(conversation.spoken, images.read(messages, self._processor)))
+        messages = template.ended(self._tokenizer, messages)
         parent, rest = None, messages
         keys = _keys(messages)
         for end in range(len(messages) - 1, 0, -1):

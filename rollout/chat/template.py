@@ -77,15 +77,19 @@ def readable(tokenizer: Any, talk: Conversation) -> Conversation:
       ValueError: the template does not read one of the variables, or does not show the tools.
     """
     check_variables(tokenizer, talk.variables)
-    if any(message["role"] == "assistant" for message in talk.messages):
-        ends = sorted({closing(tokenizer).strip(), tokenizer.eos_token or ""} - {""}, key=len, reverse=True)
-        talk = talk._replace(
-            messages=[_ended(one, ends) if one["role"] == "assistant" else one for one in talk.messages]
-        )
+    talk = talk._replace(messages=ended(tokenizer, talk.messages))
     show = lambda tools: render(tokenizer, talk.messages, tools, talk.variables, ask=False)
     if talk.tools and show(talk.tools) == show(()):
         raise ValueError("tools: this model's chat template does not show them to the model; leave them out")
     return talk
+
+
+def ended(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages; the assistant's without the end of turn that some texts have already."""
+    if not any(message["role"] == "assistant" for message in messages):
+        return list(messages)
+    longest = sorted({closing(tokenizer).strip(), tokenizer.eos_token or ""} - {""}, key=len, reverse=True)
+    return [_ended(one, longest) if one["role"] == "assistant" else one for one in messages]
 
 
 def _ended(message: dict[str, Any], ends: Collection[str]) -> dict[str, Any]:
