@@ -70,16 +70,33 @@ def test_the_page_lists_every_condition_with_its_bound():
     assert rows == [(c.what, c.rule, c.advice) for c in diagnosis.CONDITIONS]
 
 
+def options_of(recipe, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", recipe, "--help-all"])
+    return capsys.readouterr().out
+
+
+def advised(condition):
+    return re.findall(r"--[a-z.-]+[a-z]", condition.advice)
+
+
+@pytest.mark.parametrize(
+    "recipe, own", [("sft", "nll"), ("distill", "divergence"), ("preference", "preference"), ("prm", "nll")]
+)
+def test_advice_on_a_step_without_rollouts_names_options_of_its_recipe(recipe, own, capsys):
+    logged = {"entropy", "grad_norm", "learnt_tokens", "loss", "skipped", "update_ratio", own}
+    options = options_of(recipe, capsys)
+    possible = [c for c in diagnosis.CONDITIONS if {metric for metric, *_ in c.tests} <= logged]
+    assert {"not_finite", f"same_{own}"} <= {c.name for c in possible}
+    assert [(c.name, option) for c in possible for option in advised(c) if not re.search(rf"{option}\b", options)] == []
+
+
 def test_metrics_options_and_conditions_that_are_named_exist(capsys):
-    options = ""
-    for recipe in ("grpo", "sft"):
-        with pytest.raises(SystemExit):
-            cli.main(["train", recipe, "--help-all"])
-        options += capsys.readouterr().out
+    options = options_of("grpo", capsys) + options_of("sft", capsys)
     names = {condition.name for condition in diagnosis.CONDITIONS}
     for condition in diagnosis.CONDITIONS:
         assert {metric for metric, *_ in condition.tests} <= set(metric_catalog.METRICS)
         assert set(condition.unless) <= names
-        for option in re.findall(r"--[a-z.-]+[a-z]", condition.advice):
+        for option in advised(condition):
             group = option.rpartition(".")[0]
             assert re.search(rf"{option}\b", options) or group == "--objective", option

@@ -259,6 +259,39 @@ def test_without_the_package_or_a_tokenizer(monkeypatch):
         Grammars(BYTES, CONFIG.vocab).compile(Grammar("regex", "a"))
 
 
+LARK = """
+?start: value
+?value: array | SIGNED_NUMBER -> number | "null" -> null
+array: "[" [value ("," value)*] "]"
+%import common.SIGNED_NUMBER
+"""  # the form of outlines.grammars
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LARK,
+        LARK.replace("?start", "!start"),
+        LARK.replace("?start", "start[capture]"),
+        LARK.replace("?start", "start "),
+    ],
+)
+def test_lark_is_read_however_its_first_rule_is_written(text):
+    grammars = Grammars(BYTES, CONFIG.vocab)
+    matcher = grammars.start(Grammar("ebnf", text))
+    for id in BYTES.encode("[null,[-1.5]]", add_special_tokens=False):
+        assert id in allowed(matcher)
+        matcher.take(id)
+    assert BYTES.eos_token_id in allowed(matcher)
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= starts | "a" restart\nstarts ::= "["\nrestart ::= [^:]', "root ::= x\nx ::= [a:\n]"]
+)
+def test_gbnf_is_not_taken_for_lark(text):
+    Grammars(BYTES, CONFIG.vocab).compile(Grammar("ebnf", text))
+
+
 def test_the_same_grammar_is_compiled_once():
     grammars = Grammars(BYTES, CONFIG.vocab)
     one, other = Grammar("regex", "ab", "regex"), Grammar("regex", "ab")

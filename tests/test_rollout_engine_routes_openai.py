@@ -592,6 +592,8 @@ REFUSED = [  # path, field, value, words of the error
     ("/v1/chat/completions", "temprature", 0, "did you mean temperature?"),
     ("/v1/chat/completions", "max_token", 5, "did you mean max_tokens?"),
     ("/v1/chat/completions", "best_of", 2, "unknown field"),
+    ("/v1/chat/completions", "structured_outputs", {"regex": "a"}, "give a response_format, a json_schema, a regex"),
+    ("/v1/completions", "guided_choice", ["a", "b"], "give a response_format, a json_schema, a regex or an ebnf"),
     ("/v1/chat/completions", "tool_choice", "required", "given tools"),
     ("/v1/chat/completions", "top_logprobs", 2, "needs logprobs"),
     ("/v1/chat/completions", "reasoning_effort", "lo", "must be one of none, minimal, low"),

@@ -22,6 +22,7 @@ RELATIONS: dict[str, Callable[[float, float, float | None], bool]] = {
     "below": lambda x, bound, before: x < bound,
     "not finite": lambda x, bound, before: not math.isfinite(x),
     "as in the step before": lambda x, bound, before: x == before,
+    "logged": lambda x, bound, before: True,
 }
 
 
@@ -134,7 +135,7 @@ CONDITIONS = (
         "check the chat template and stop tokens; read samples.jsonl; the reward may favour silence",
     ),
     Condition(
-        "entropy", (_unhealthy("entropy"),),
+        "entropy", (_unhealthy("entropy"), ("effective_fraction", "logged", 0)),  # in RL: other rows may be certain
         "the entropy has collapsed: the policy always gives the same answer",
         "lower --optim.lr, raise --objective.clip-high or --sampling.temperature, or set --objective.entropy.floor",
     ),

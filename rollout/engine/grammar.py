@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ from .request import Grammar
 
 KEPT = 128  # most compiled grammars
 LONGEST, LONGEST_EBNF = 2**17, 2**14  # characters of a grammar; llguidance converts GBNF in quadratic time
+# The rule that Lark begins with; `grammar_from` knows it only without a modifier (`?start:`) and attributes.
+LARK = re.compile(r'^\s*[?!]?start(\[[\w =,."-]*\])?\s*:(?!:=)', re.MULTILINE)
 # JSON as Python's json.dumps writes it: white space that a model may choose freely is white space without end.
 FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 INSTALL = "grammars need llguidance, which is not installed; pip install 'areax[grammar]'"
@@ -213,7 +216,7 @@ def _piece(grammar: Grammar) -> dict[str, Any]:
     library = _imported()
     if kind == "regex":
         return {"lark_grammar": f"start: /{library.regex_to_lark(text, 'dws')}/"}  # of ASCII, as re.ASCII
-    return {"lark_grammar": library.grammar_from("ebnf", text)}
+    return {"lark_grammar": text if LARK.search(text) else library.grammar_from("ebnf", text)}
 
 
 def formatted(schema: Any) -> Any:

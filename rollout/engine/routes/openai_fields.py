@@ -26,6 +26,13 @@ _SGLANG = fields.table(
             name: SAMPLING[name]
             for name in ("stop_regex", "no_stop_trim", "skip_special_tokens", "custom_params", "watermark")
         },
+        **dict.fromkeys(  # vLLM's
+            (
+                "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                "guided_decoding_backend",
+            ),
+            Refusal("give a response_format, a json_schema, a regex or an ebnf"),
+        ),
         "custom_logit_processor": Refusal("this server runs no code of its clients", ("",)),
         "watermark": Refusal(but=(False,)),
         "session_params": Refusal("the prefix cache needs no sessions", ({},)),
