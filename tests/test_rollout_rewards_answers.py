@@ -1,9 +1,11 @@
 """Thoughts and fenced blocks of completions. The blocks are those that CommonMark's rules say, worked out by hand."""
 
+import asyncio
+
 import cpu
 import pytest
 
-from areax.rollout.rewards import choice, code, json_schema, match
+from areax.rollout.rewards import choice, code, http, json_schema, length, match
 from areax.rollout.rewards.answers import block, without_thoughts
 from areax.rollout.tasks import countdown
 
@@ -146,6 +148,16 @@ def test_long_texts_are_read_quickly(piece):
 )
 def test_numbers_satisfy_a_schema_exactly(schema, text, valid):
     assert json_schema.reward(text, {"schema": schema}) == valid
+
+
+def test_fields_of_rewards_that_are_null_are_missing():
+    """Parquet adds them to rows without."""
+    row = {"max_tokens": None, "max_characters": 2, "form": None, "answer": None, "reward_url": None}
+    assert length.reward("abc", row) == -0.5 and match.form("<think>a</think>b", row) == 1.0
+    with pytest.raises(ValueError, match="a row's answer must be a text, or a list of them, got None"):
+        match.exact("None", row)
+    with pytest.raises(ValueError, match="a row needs reward_url"):
+        asyncio.run(http.reward("a", row))
 
 
 def test_a_block_of_json_is_not_one_of_another_form():

@@ -41,7 +41,7 @@ def learnt(sample):
 
 @pytest.mark.parametrize("said, wanted", [(["4"], 1.0), (["3", "4"], 0.5), (["3", "5", "6"], 0.0)])
 def test_wrong_answers_get_feedback(said, wanted):
-    row = {"prompt": "2 + 2", "answer": "4"}
+    row = {"prompt": "2 + 2", "answer": "4", "feedback": None}
     [sample], heard = play(multi_turn.multi_turn, said, row, reward=right, discount=0.5, feedback="again")
     assert sample.reward == wanted and sample.components == {"right": float(said[-1] == "4")}
     assert learnt(sample) == "".join(f"{text}<|im_end|>" for text in said)

@@ -78,7 +78,7 @@ def test_rows_choose_their_teacher_by_name(server):
             await teacher.annotate(samples({"row": {"teacher": "c"}}, 1), {"a": fleet, "b": fleet})
         with pytest.raises(ValueError, match="'teacher' must be one of a, b, got None; row {}"):
             await teacher.annotate(samples(count=1), {"a": fleet, "b": fleet})
-        return named, await teacher.annotate(samples(count=2), {"a": fleet})
+        return named, await teacher.annotate(samples({"row": {"teacher": None}}, 2), {"a": fleet})
 
     named, alone = asked(server.url, work)
     for a, b in zip(named, alone, strict=True):

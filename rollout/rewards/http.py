@@ -45,7 +45,7 @@ def post(
 
     async def reward(text: str, row: Mapping[str, Any], *, prompt: str | None = None) -> Any:
         body = {"text": text, "prompt": prompt, "row": json_rows.json_row(row)}
-        if url is None and "reward_url" not in row:
+        if url is None and row.get("reward_url") is None:
             raise ValueError("rewards.http: a row needs reward_url, the address of its reward")
         trusted = allow if url is None else hosts(url)
         return await ask(

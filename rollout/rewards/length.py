@@ -16,7 +16,7 @@ def reward(text: str, row: Mapping[str, Any], *, completion_ids: Sequence[int] |
     Raises:
       ValueError: the row does not have exactly one of the two, above 0, or the tokens are missing.
     """
-    limits = [(name, row[name]) for name in ("max_tokens", "max_characters") if name in row]
+    limits = [(name, row[name]) for name in ("max_tokens", "max_characters") if row.get(name) is not None]
     if len(limits) != 1 or not limits[0][1] > 0:
         raise ValueError(f"length: a row needs either max_tokens or max_characters, above 0, got {dict(limits)}")
     [(name, limit)] = limits

@@ -15,6 +15,8 @@ def exact(text: str, row: Mapping[str, Any]) -> float:
     """1.0 if `text` equals `row["answer"]`, or one of them if that is a list; thoughts (`answers.without_thoughts`) and
     surrounding white space are ignored."""
     answers = row["answer"] if isinstance(row["answer"], list | tuple) else [row["answer"]]
+    if None in answers:
+        raise ValueError(f"match: a row's answer must be a text, or a list of them, got {row['answer']!r:.80}")
     return float(without_thoughts(text).strip() in {str(answer).strip() for answer in answers})
 
 
@@ -32,7 +34,7 @@ def form(text: str, row: Mapping[str, Any]) -> float:
 
     The default form is one <think>...</think> followed by an answer.
     """
-    pattern = _compiled(row, "form") if "form" in row else re.compile(THINK, re.DOTALL)
+    pattern = _compiled(row, "form") if row.get("form") is not None else re.compile(THINK, re.DOTALL)
     return float(pattern.fullmatch(text.strip()) is not None)
 
 

@@ -61,7 +61,8 @@ async def multi_turn(
         final = {**score.components, "reward": score.value * discount**turn}
         if score.value > 0:
             break
-        messages += [x.answer.message(), {"role": "user", "content": row.get("feedback", feedback)}]
+        told = feedback if row.get("feedback") is None else row["feedback"]
+        messages += [x.answer.message(), {"role": "user", "content": told}]
     session.set_reward(final)
     return session.samples(row=row)
 

@@ -89,7 +89,9 @@ async def annotate(
         row = sample.info.get("row", {})
         if sample.images:
             raise ValueError(f"annotate: teachers read text alone, got a row with images; {object_path.row(row)}")
-        name = row.get("teacher", next(iter(teachers)) if len(teachers) == 1 else None)
+        name = row.get("teacher")
+        if name is None and len(teachers) == 1:
+            [name] = teachers
         if name not in teachers:
             raise ValueError(
                 f"annotate: a row's 'teacher' must be one of {', '.join(sorted(teachers))}, got {name!r}; "
