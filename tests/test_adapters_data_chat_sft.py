@@ -226,7 +226,7 @@ def test_rows_with_a_prompt_and_a_completion():
     "template, messages, message",
     [
         (None, TOLD, "needs a chat template"),
-        (PLAIN, TOLD[:2], "needs a completion or assistant messages, got the fields .'messages'."),
+        (PLAIN, TOLD[:2], "'messages' must have an answer of the assistant, got the roles .'system', 'user'."),
         (PLAIN, TOLD[2:3] + TOLD[:1], "an assistant message at the start is no answer"),
         (PLAIN.replace("<|im_end|>", ";"), TOLD, "must end the assistant's turn with '<.im_end.>'"),
         (

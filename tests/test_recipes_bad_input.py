@@ -114,7 +114,14 @@ ROWS = {  # a row -> what is wrong with it
         ({"prompt": "1", "completion": "1\ud800"}, "texts must be Unicode"),
         ({"prompt": "1", "completion": "é"}, "the tokenizer has no token for 'é'"),
         ({"prompt": "1", "completion": "1" * 99}, "a row must fit in --length 32 tokens, got 109; or use --too-long"),
-        ({"messages": [USER]}, "a demonstration needs a completion"),
+        (
+            {"messages": [USER]},
+            "the assistant's answer to a prompt, got 1, the last with role 'user'",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "1"}, USER, USER]},
+            "got 4, the last with role 'user'; add the answer, or leave out what follows it",
+        ),
         ({"messages": "12"}, "'messages' must be a list of messages, got '12'"),
         ({"messages": [3]}, "a message needs a role and a content, got 3"),
     ],

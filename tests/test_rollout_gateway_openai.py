@@ -34,9 +34,7 @@ def test_chat():
             }  # fmt: skip
             assert [t.logprob for t in choice.logprobs.content] == x.completion.logp
             assert "".join(t.token for t in choice.logprobs.content).startswith("<think>\nHm.")
-            assert place.engine.texts[0].startswith(
-                "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nOnetwo"
-            )
+            assert place.engine.texts[0].startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nOnetwo")
             assert place.engine.asked[0] == {"temperature": 0.5, "max_new_tokens": 99, "stop": ("###",), "top_k": 5}
             place.session.set_reward(2, first.id)
             assert x.score.value == 2

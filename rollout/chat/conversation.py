@@ -81,6 +81,10 @@ def demonstration(row: Mapping[str, Any]) -> Conversation:
         made = _read(given)
         if len(made.messages) > 1 and made.messages[-1]["role"] == "assistant":
             return made
+        raise ValueError(
+            f"'messages' must end with the assistant's answer to a prompt, got {len(made.messages)}, the last with "
+            f"role {made.messages[-1]['role']!r}; add the answer, or leave out what follows it"
+        )
     raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}")
 
 
@@ -90,7 +94,8 @@ def dialogue(row: Mapping[str, Any]) -> Conversation:
         return demonstration(row)
     made = _read({**row, "prompt": None})
     if not any(message["role"] == "assistant" for message in made.messages):
-        raise ValueError(f"a demonstration needs a completion or assistant messages, got the fields {sorted(row)}")
+        roles = sorted({message["role"] for message in made.messages})
+        raise ValueError(f"'messages' must have an answer of the assistant, got the roles {roles}; add the answer")
     return made
 
 
