@@ -109,3 +109,20 @@ def test_variables_of_the_chat_template():
     tokens.chat_template = "{% if %}"
     with pytest.raises(ValueError, match="the chat template is not valid"):
         template.check_variables(tokens, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% if x %}" * 2000 + "{% endif %}" * 2000,
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    ],
+)
+def test_a_template_that_recurses_is_refused(chat_template):
+    tokens = tokenizer.byte_level()
+    tokens.chat_template = chat_template
+    with pytest.raises(ValueError, match="recursion") as error:
+        template.prompt(tokens, {"prompt": "a"})
+    assert "\n" not in str(error.value)
+    assert tokenizer.stop_ids(tokens) == (tokens.eos_token_id,)

@@ -7,6 +7,7 @@ with {% generation %} blocks, else it is what a turn adds to the prompt that gen
 from __future__ import annotations
 
 import functools
+import itertools
 import os.path
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -219,10 +220,10 @@ def _tokens(tokenizer: Any, text: str, spans: Iterable[Span]) -> tuple[list[int]
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     cuts = [0, *(at for span in spans for at in span)]
     pieces = [encode(text[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-    if sum(pieces, []) != encode(text[: cuts[-1]]):  # a token spans a cut, or start-of-text changes a piece
+    if [*itertools.chain(*pieces)] != encode(text[: cuts[-1]]):  # a token spans a cut, or start-of-text changes a piece
         ids: list[int] = []
         for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
             longer = encode(text[:b])
             pieces[i] = longer[len(ids) :] if longer[: len(ids)] == ids else encode(text[a:b])
             ids += pieces[i]
-    return sum(pieces, []), [bool(i % 2) for i, piece in enumerate(pieces) for _ in piece]
+    return [*itertools.chain(*pieces)], [bool(i % 2) for i, piece in enumerate(pieces) for _ in piece]

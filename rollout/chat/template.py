@@ -22,6 +22,8 @@ from .conversation import Conversation
 
 Message = Mapping[str, Any]
 GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")  # of transformers, unknown to Jinja
+# What rendering raises beside Jinja's own errors.
+FAILURES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
 SIGN = "\ufdd0generated\ufdd1"  # stands for such a tag in a text; no text has these characters
 
 
@@ -129,7 +131,7 @@ def _read(chat_template: str) -> frozenset[str]:
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         parsed = environment.parse(GENERATION.sub("", chat_template))
-    except TemplateError as error:
+    except (TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template is not valid: {' '.join(str(error).split())}") from None
     return frozenset(meta.find_undeclared_variables(parsed)) - {"raise_exception", "strftime_now"}
 
@@ -189,7 +191,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence, opti
                 add_generation_prompt=ask,
                 **{**options, **more},
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (TemplateError, *FAILURES) as error:
             # Not only Jinja's: for example, a field may have a type that the template does not expect.
             problem = problem or error
             continue
@@ -217,7 +219,7 @@ def _takes_texts(tokenizer: Any, chat_template: str) -> bool:
         try:
             if "areax" in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False):
                 return isinstance(content, str)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+        except (TemplateError, *FAILURES):
             continue
     return True
 
