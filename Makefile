@@ -6,6 +6,7 @@
 PYTHON ?= python3
 
 venv := .venv
+$(foreach name,PYTHON venv,$(if $(strip $($(name))),,$(error $(name) must not be empty; leave it out for the default)))
 py := $(venv)/bin/python
 constraints := constraints.txt
 pip := $(py) -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(constraints))

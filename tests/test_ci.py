@@ -75,3 +75,15 @@ def test_a_limit_that_is_no_number_of_seconds_is_refused(tmp_path, seconds):
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"AREAX_CI_SECONDS must be a whole number of seconds from 1, got '{seconds}'")
+
+
+@pytest.mark.parametrize("name", ["venv", "PYTHON"])
+def test_a_variable_of_make_that_is_empty_is_refused(name):
+    """An empty venv would be the system's Python."""
+    for value in ("", " "):
+        done = subprocess.run(
+            ["make", "-n", "install", f"{name}={value}"], cwd=RUN.parents[1], capture_output=True, text=True
+        )
+        said = done.stderr.strip()
+        assert done.returncode == 2 and not done.stdout and "\n" not in said
+        assert said.endswith(f"{name} must not be empty; leave it out for the default.  Stop.")
