@@ -9,13 +9,15 @@ import math
 import numpy as np
 import pytest
 
+from areax.adapters import tokenizer as tokenizers
 from areax.core import losses, packing
 from areax.rollout import client
 from areax.rollout.chat import template
 from areax.rollout.rewards import Score
 from areax.rollout.scheduling.episodes import rollouts
+from areax.rollout.tasks import gsm8k
 from areax.rollout.types import Completion, Sampling, sampled, supervised
-from areax.rollout.workflows import single_turn
+from areax.rollout.workflows import multi_turn, single_turn
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
@@ -169,3 +171,38 @@ def test_sampling_has_the_names_and_defaults_of_the_client():
     parameters = inspect.signature(client.Fleet.generate).parameters
     for name, value in Sampling(max_new_tokens=parameters["max_new_tokens"].default).arguments().items():
         assert parameters[name].default == value
+
+
+@pytest.mark.parametrize(
+    "said, finish, wanted",
+    [
+        ("Is it 8?", "length", 0.0),  # still a thought
+        ("Is it 7?</think>It is 8.", "length", 1.0),
+        ("Is it 7?</think>It is 8.", "stop", 1.0),
+        ("It is 8.", "stop", 1.0),  # an answer that was learnt without a thought
+    ],
+)
+def test_a_thought_that_the_prompt_opened_and_the_limit_cut_is_no_answer(said, finish, wanted):
+    tokens = tokenizers.byte_level()
+    tokens.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    row, seen = {"prompt": "3 + 5", "answer": "8"}, []
+
+    async def generate(prompt, **sampling):
+        ids = tokens.encode(said) + [tokens.eos_token_id] * (finish == "stop")
+        return Completion(ids, [-0.5] * len(ids), [0] * len(ids), finish)
+
+    async def reward(text, row, **_):
+        seen.append(text)
+        return gsm8k.reward(text, row)
+
+    how = {"tokenizer": tokens, "sampling": Sampling(), "reward": reward}
+    assert asyncio.run(single_turn(generate, row, **how)).reward == wanted
+    [sample] = asyncio.run(multi_turn.multi_turn(generate, row, turns=1, **how))
+    assert sample.reward == wanted and seen[0] == seen[1] and seen[0].endswith(said)
+
+    async def steps(text, row, **_):
+        return [(text.index("8") + 1, 1.0), (len(text), 0.5)]
+
+    sample = asyncio.run(single_turn(generate, row, **{**how, "reward": steps}))
+    start = int(sample.mask.argmax())
+    assert sample.rewards == ((start + said.index("8"), 1.0), (len(sample.tokens) - 1, 0.5))

@@ -10,25 +10,33 @@ from . import detokenizer, parsers
 from .parsers import STYLES, Parser, Text
 
 
-def text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text without special tokens; where a format marks reasoning in a way of its own what is said to the user
-    (`parsers.said`)."""
+def text(tokenizer: Any, tokens: Sequence[int], prompt: str = "", cut: bool = False) -> str:
+    """The text without special tokens, as `parsers.said` has it of an answer to this prompt: where a format marks
+    reasoning in a way of its own what is said to the user."""
     style = parsers.style_for(tokenizer)
-    if STYLES[style].apart:
-        return parsers.said(parsers.decoder(tokenizer, style)(tokens), style).content
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+    return parsers.said(_decoder(tokenizer, style)(tokens), style, cut, prompt).content
 
 
-def completing(tokenizer: Any, tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+def completing(
+    tokenizer: Any, tokens: Sequence[int], ends: Sequence[int], prompt: str = "", cut: bool = False
+) -> list[int]:
     """For each number of characters of `text` the index of the token that completes them; the last token if they are
     all."""
     style = parsers.style_for(tokenizer)
+    decode = _decoder(tokenizer, style)
     if STYLES[style].apart:
-        return detokenizer.completed(_said(parsers.decoder(tokenizer, style), tokens, style), ends)
-    return detokenizer.completing(functools.partial(tokenizer.decode, skip_special_tokens=True), tokens, ends)
+        return detokenizer.completed(_said(decode, tokens, style, parsers.opened(prompt, style)), ends)
+    added = len(text(tokenizer, tokens, prompt, cut)) - len(decode(tokens))
+    return detokenizer.completing(decode, tokens, [max(end - added, 0) for end in ends])
 
 
-def _said(decode: Callable[[list[int]], str], tokens: Sequence[int], style: str) -> Iterator[str]:
-    parser = Parser(style, tools=False)
+def _decoder(tokenizer: Any, style: str) -> Callable[[Sequence[int]], str]:
+    if STYLES[style].apart:
+        return parsers.decoder(tokenizer, style)
+    return functools.partial(tokenizer.decode, skip_special_tokens=True)
+
+
+def _said(decode: Callable[[list[int]], str], tokens: Sequence[int], style: str, opened: bool) -> Iterator[str]:
+    parser = Parser(style, tools=False, opened=opened)
     for piece in detokenizer.growing(decode, tokens):
         yield "".join(x.text for x in parser.push(piece) if isinstance(x, Text) and x.kind == "content")

@@ -549,7 +549,15 @@ def opened(prompt: str, style: str) -> bool:
     return prompt[-100:].rstrip().endswith(STYLES[style].think[0].rstrip())
 
 
-def said(text: str, style: str, cut: bool = False) -> Answer:
+def said(text: str, style: str, cut: bool = False, prompt: str = "") -> Answer:
     """An answer where no tools are called, as rewards and environments read it: all is content, reasoning between
-    <think> and </think> too; where a format marks reasoning in another way, what is said to the user."""
-    return parse(text, style, cut=cut, tools=False) if STYLES[style].apart else Answer(text)
+    <think> and </think> too; where a format marks reasoning in another way, what is said to the user.
+
+    Args:
+      cut: the limit of tokens ended the text. If it is then still the reasoning that `prompt` opened, it begins with
+        <think>, as if the answer had opened it.
+    """
+    begun, (think, thought) = opened(prompt, style), STYLES[style].think
+    if STYLES[style].apart:
+        return parse(text, style, cut=cut, opened=begun, tools=False)
+    return Answer(think + text if begun and cut and thought not in text else text)

@@ -101,7 +101,7 @@ class Session:
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
         if on_prompt:
             on_prompt(len(interaction.prompt))
-        spoken = lambda text, cut: said(text, self._style, cut)
+        spoken = lambda text, cut: said(text, self._style, cut, interaction.before)
         await self._sample(interaction, parse or spoken, on_text, sampling, ends)
         self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
         return interaction

@@ -33,7 +33,8 @@ async def single_turn(
       tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
       processor: of a model that reads images; None = a row with images is refused.
       reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens, of
-        a format with channels it is what is said to the user (`answers.text`), and the context is prompt (as
+        a format with channels it is what is said to the user, of a thought that the prompt opened and the limit of
+        tokens cut it begins with <think> (`answers.text`), and the context is prompt (as
         templated), prompt_ids and completion_ids. A list of (end, reward) pairs gives the rewards of steps: each is at
         the token that completes the first `end` characters of text, at the last token if these are all.
 
@@ -53,7 +54,8 @@ async def single_turn(
         done = await generate(list(prompt.tokens), **seen, **sampling.arguments())
     except ValueError as error:
         raise ValueError(f"single_turn: {error}; {object_path.row(row)}") from error
-    text = answers.text(tokenizer, done.tokens)
+    asked = prompt.text, done.finish == "length"
+    text = answers.text(tokenizer, done.tokens, *asked)
     context = {"prompt": prompt.text, "prompt_ids": list(prompt.tokens), "completion_ids": list(done.tokens)}
     score = rewards.score(await reward(text, row, **context))
     sample = sampled(
@@ -67,7 +69,7 @@ async def single_turn(
     )
     if not (score.steps and done.tokens):
         return sample
-    places = answers.completing(tokenizer, done.tokens, [end for end, _ in score.steps])
+    places = answers.completing(tokenizer, done.tokens, [end for end, _ in score.steps], *asked)
     pairs = zip(places, score.steps, strict=True)
     return sample.replace(rewards=tuple((len(prompt.tokens) + place, value) for place, (_, value) in pairs))
 
