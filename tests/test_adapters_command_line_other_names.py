@@ -10,6 +10,7 @@ from areax.adapters.command_line import config_file, help, other_names, parse
 from areax.adapters.command_line.options import flat
 from areax.core import losses
 from areax.recipes import distill, eval, grpo, preference, sft
+from areax.rollout import object_path
 
 GUIDE = Path(__file__).parents[1] / "docs" / "migrating.md"
 COMMANDS = {recipe.__name__: help.names(recipe.Config) for recipe in (grpo, sft, preference, distill, eval)}
@@ -36,6 +37,9 @@ def test_the_tables_name_options_and_algorithms_that_exist():
             for quoted in other_names.QUOTED.findall(here):
                 if found := re.match(r"areax train (\w+)", quoted):
                     assert found[1] in algorithms, here
+                if found := re.match(r"--workflow (.+)", quoted):
+                    assert callable(object_path.load_object(found[1])), here
+            assert not re.search(r"(?<![:.])(multi_turn|tool_loop)\b", here), here  # `--workflow` takes no bare name
 
 
 def test_every_name_of_the_tables_is_answered():

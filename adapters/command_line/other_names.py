@@ -75,7 +75,10 @@ TRL_GRPO = Names(
         ("`vespo_k_pos`, `vespo_lambda_pos`", "`areax train vespo`, `--objective.vespo-pos` K LAMBDA"),
         ("`vespo_k_neg`, `vespo_lambda_neg`", "`areax train vespo`, `--objective.vespo-neg` K LAMBDA"),
         ("`shuffle_dataset`", "`--curriculum.order` shuffled (the default)"),
-        ("`max_tool_calling_iterations`", "`turns` in `--workflow-options`, with the workflow `tool_loop`"),
+        (
+            "`max_tool_calling_iterations`",
+            "`turns` in `--workflow-options`, with `--workflow areax.rollout.workflows.multi_turn:tool_loop`",
+        ),
         ("`cast_lm_head_to_fp32`", "= (log-probabilities are computed in fp32)"),
         (
             "`use_liger_kernel`, `use_liger_loss`",
@@ -231,7 +234,10 @@ VERL = Names(
         ("`rollout.max_num_seqs`", "`--serve.slots`, of servers that the run starts"),
         ("`rollout.max_model_len`", "`--serve.context`, of servers that the run starts"),
         ("`rollout.free_cache_engine`", "`--colocated`"),
-        ("`rollout.multi_turn.enable`", "`--workflow`: multi_turn, tool_loop, or a file of your own"),
+        (
+            "`rollout.multi_turn.enable`",
+            "`--workflow areax.rollout.workflows.multi_turn:multi_turn`, `:tool_loop` there, or a file of your own",
+        ),
         ("`rollout.multi_turn.max_assistant_turns`", "`turns` in `--workflow-options`"),
         ("`actor.optim.lr`", "`--optim.lr`"),
         ("`actor.optim.lr_warmup_steps`", "`--optim.warmup`"),
