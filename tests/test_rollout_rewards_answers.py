@@ -170,6 +170,10 @@ def test_rewards_read_what_is_said():
     assert code.reward(f"<think>\n```python\n0\n```\n</think>\n```Python\n{F}```", {"tests": "assert f(1) == 2"}) == 1.0
     assert json_schema.reward('You said:\n```text\nhi\n```\nSo:\n```JSON\n{"a": 1}\n```', schema) == 1.0
     assert json_schema.reward('<think>\n```json\n1\n```\n</think>\n{"a": 1}', schema) == 1.0
+    assert (
+        choice.chosen("Answer: \\(B\\)") == "B"
+        and choice.chosen("Answer: B; C") is choice.chosen("Answer: B + C") is None
+    )
     assert choice.reward("<think>\\boxed{A}</think>B", row) == match.exact("A</think> B", row) == 1.0
     assert choice.reward("<think>\\boxed{B}", row) == match.exact("<think>B", row) == 0.0
     assert match.regex("<think>B", {"pattern": "B"}) == 1.0  # all of the text

@@ -9,7 +9,7 @@ from typing import Any
 from .answers import without_thoughts
 from .boxes import boxes
 
-_BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf))*"
+_BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf|(?=[(\[])))*"
 _AFTER = r"(?![A-Za-z0-9'\u2019])"
 LETTER = re.compile(rf"{_BEFORE}([A-Za-z]){_AFTER}")  # at the beginning of a box
 MARKED = [  # the first of these that occurs in the text decides, by its last occurrence
@@ -17,7 +17,7 @@ MARKED = [  # the first of these that occurs in the text decides, by its last oc
     re.compile(rf"(?i:\b(?:answer|correct (?:choice|option))(?:\s+is)?\b){_BEFORE}([A-Z]){_AFTER}"),
 ]
 BARE = re.compile(r"[\s*_$(\[]*([A-Za-z])[\s*_$)\].:]*")
-ANOTHER = re.compile(r"[\s)\]]*(?:,|/|&|\bor\b|\band\b)[\s(\[]*[A-Z](?![A-Za-z0-9])")
+ANOTHER = re.compile(r"[\s)\]]*(?:,|;|\+|/|&|\bor\b|\band\b)[\s(\[]*[A-Z](?![A-Za-z0-9])")
 
 
 def reward(text: str, row: Mapping[str, Any]) -> float:
