@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +56,9 @@ def load(path: str | Path) -> Any:
     kind: Any = transformers.PreTrainedTokenizerFast if _plain(folder) else transformers.AutoTokenizer
     try:
         return kind.from_pretrained(folder if folder.is_dir() else path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        if not (isinstance(error, OSError | ValueError | KeyError) or type(error) is Exception):  # of `tokenizers`
+            raise
         raise ValueError(f"tokenizer.load: {path} cannot be loaded: {_line(error)}") from None
 
 
@@ -104,7 +108,14 @@ def save(tokenizer: Any, path: str | Path) -> None:
     published version may run either.
     """
     folder = Path(path)
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # of `tokenizers`, whose errors have no type of their own, and of files without a name
+        code = re.search(r"os error (\d+)", str(error)) if type(error) is Exception else None
+        number = int(code[1]) if code else error.errno if isinstance(error, OSError) else None
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(folder)) from error
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if config.get("tokenizer_class") == "TokenizersBackend":

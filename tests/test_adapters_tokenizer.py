@@ -204,3 +204,20 @@ def test_two_runs_in_a_notebook_load_their_tokenizers_at_the_same_time(tmp_path)
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout == f"{[288] * 4}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_full_disk_is_an_error_with_a_folder(name, tmp_path):
+    """The first is written in Rust, whose errors are no OSError."""
+    (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as error:
+        tokenizers.save(tokenizers.byte_level(), tmp_path)
+    assert error.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize("said", [{}, {"model": 5}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}}])
+def test_a_tokenizer_json_of_another_form_is_refused(said, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], **said}))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ValueError, match="cannot be loaded: (Model missing|data did not match|Token `x`)"):
+        tokenizers.load(tmp_path)
