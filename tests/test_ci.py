@@ -80,10 +80,10 @@ def test_a_limit_that_is_no_number_of_seconds_is_refused(tmp_path, seconds):
 @pytest.mark.parametrize("name", ["venv", "PYTHON"])
 def test_a_variable_of_make_that_is_empty_is_refused(name):
     """An empty venv would be the system's Python."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     for value in ("", " "):
-        done = subprocess.run(
-            ["make", "-n", "install", f"{name}={value}"], cwd=RUN.parents[1], capture_output=True, text=True
-        )
+        command = ["make", "-n", "install", f"{name}={value}"]
+        done = subprocess.run(command, cwd=RUN.parents[1], env=environ, capture_output=True, text=True)
         said = done.stderr.strip()
         assert done.returncode == 2 and not done.stdout and "\n" not in said
         assert said.endswith(f"{name} must not be empty; leave it out for the default.  Stop.")
