@@ -121,14 +121,14 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Unloads the compiled programs between two files if the process holds 1.4 GB, within one if it holds 2.2: each
+    """Unloads the compiled programs between two files if the process holds 1.2 GB, within one if it holds 1.9: each
     keeps megabytes, and four of the 65,530 memory mappings that Linux allows. Those that later tests need are read from
     the cache on disk, which takes time."""
     memory = Path("/proc/self/statm")
     if memory.exists():
         _, resident, shared, *_ = map(int, memory.read_bytes().split())
         within = nextitem is not None and nextitem.path == item.path
-        if (resident - shared) * os.sysconf("SC_PAGE_SIZE") > (2.2e9 if within else 1.4e9):
+        if (resident - shared) * os.sysconf("SC_PAGE_SIZE") > (1.9e9 if within else 1.2e9):
             jax.clear_caches()
             if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # else glibc keeps what was freed
                 libc.malloc_trim(0)
