@@ -104,6 +104,8 @@ def test_prompts_are_those_of_transformers(name):
         if tools and wanted == rendered(tokens, asked, [], add_generation_prompt=True):
             wanted = None
             assert "does not show them" in got or "refuses them" in got
+        if CALL in asked and "Paris" not in (wanted or ""):
+            wanted = None
         if wanted is None:
             assert "does not show them" in got or "refuses them" in got or (name == "deepseekv3" and asked[1:])
             continue
@@ -115,6 +117,32 @@ def test_prompts_are_those_of_transformers(name):
             assert template.prompted(tokens, row).text == wanted
         request = ask.Ask(body={}, messages=openai.messages({"messages": texts}), tools=tools)
         assert ask.render(tokens, request) == wanted
+
+
+def test_calls_that_a_template_leaves_out_are_refused_in_rows_and_requests():
+    """Without its calls, an earlier turn is empty, and the results answer nothing."""
+    call = {**CALL_AS_TEXT, "content": None}
+    asked, refused = [USER, call, RESULT, HELLO, AGAIN], set()
+    for name, text in TEMPLATES.items():
+        TOKENS.chat_template = text
+        row = one_line(lambda row: template.prompted(TOKENS, row).text, {"messages": asked})
+        request = ask.Ask(body={}, messages=openai.messages({"messages": asked}))
+        assert one_line(ask.render, TOKENS, request) == row
+        assert "Paris" in row or "refuses them" in row or "does not show them" in row, name
+        refused |= {name.removesuffix("_training")} if "does not show them" in row else set()
+    assert refused == {
+        "cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next",
+        "phi3", "phi3_5", "qwen2_5_vl", "smolvlm",
+    }  # fmt: skip
+
+
+def test_an_answer_that_ends_its_turn_itself_is_the_same_in_rows_and_requests():
+    for name, text in TEMPLATES.items():
+        TOKENS.chat_template = text
+        said = {**HELLO, "content": HELLO["content"] + template.closing(TOKENS)}
+        wanted = rendered(TOKENS, [USER, HELLO, AGAIN], [], add_generation_prompt=True)
+        request = ask.Ask(body={}, messages=openai.messages({"messages": [USER, said, AGAIN]}))
+        assert one_line(ask.render, TOKENS, request) == wanted, name
 
 
 def test_parts_of_text_are_joined_alike_in_rows_and_requests():
@@ -171,7 +199,7 @@ def refused_rightly(tokens, why, messages, tools, learn):
     """Whether transformers shows the same reason for which a row is refused."""
     whole = rendered(tokens, messages, tools)
     if "refuses them" in why or "does not show them" in why:
-        return whole is None or whole == rendered(tokens, messages, [])
+        return whole is None or whole == rendered(tokens, messages, []) or "Paris" not in whole
     if "leaves out" in why:
         [part] = re.findall("leaves out '(.*?)' of", why)
         asked = rendered(tokens, messages[:-1], tools, add_generation_prompt=True)

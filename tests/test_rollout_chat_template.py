@@ -90,7 +90,13 @@ def test_a_character_without_a_token_is_refused_everywhere():
 def test_tool_calls_may_replace_the_content_of_a_message():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     messages = [*SAID["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    assert CHAT.decode(template.prompt(CHAT, {"messages": messages})).count("<|im_start|>") == 4
+    with pytest.raises(ValueError, match="tool_calls: this model's chat template does not show them"):
+        template.prompt(CHAT, {"messages": messages})
+    tokens = tokenizer.byte_level()
+    names = "message['content'] + (message.tool_calls or []) | map(attribute='function.name') | join"
+    tokens.chat_template = CHAT.chat_template.replace("message['content']", names)
+    shown = tokens.decode(template.prompt(tokens, {"messages": messages}))
+    assert shown.count("<|im_start|>") == 4 and "assistant\nadd<|im_end|>" in shown
 
 
 def test_variables_of_the_chat_template():

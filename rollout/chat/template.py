@@ -24,6 +24,7 @@ Message = Mapping[str, Any]
 GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")  # of transformers, unknown to Jinja
 # What rendering raises beside Jinja's own errors.
 FAILURES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+CALLED = "areax_called"  # a tool's name, for calls that stand for others
 SIGN = "\ufdd0generated\ufdd1"  # stands for such a tag in a text; no text has these characters
 
 
@@ -76,9 +77,10 @@ def readable(tokenizer: Any, talk: Conversation) -> Conversation:
     template adds one.
 
     Raises:
-      ValueError: the template does not read one of the variables, or does not show the tools.
+      ValueError: the template does not read one of the variables, or does not show the tools or the calls.
     """
     check_variables(tokenizer, talk.variables)
+    check_calls(tokenizer, talk.messages)
     talk = talk._replace(messages=ended(tokenizer, talk.messages))
     show = lambda tools: render(tokenizer, talk.messages, tools, talk.variables, ask=False)
     if talk.tools and show(talk.tools) == show(()):
@@ -101,6 +103,16 @@ def _ended(message: dict[str, Any], ends: Collection[str]) -> dict[str, Any]:
         text = whole.removesuffix(end)
         whole = text.rstrip()
     return {**message, "content": text} if "content" in message else message
+
+
+def check_calls(tokenizer: Any, messages: Sequence[Message]) -> None:
+    """Raises ValueError if messages have calls, and the template leaves them out."""
+    if any(message.get("tool_calls") for message in messages) and not _shows_calls(
+        tokenizer, str(tokenizer.chat_template or "")
+    ):
+        raise ValueError(
+            "tool_calls: this model's chat template does not show them to the model; write them into the contents"
+        )
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -278,18 +290,30 @@ def call_end(tokenizer: Any) -> str:
 
 @functools.lru_cache(maxsize=32)  # once per template, not per turn
 def _call_end(tokenizer: Any, chat_template: str) -> str:
-    call = {"id": "call00000", "type": "function", "function": {"name": "areax", "arguments": {"areax": "areax"}}}
+    texts = _called(tokenizer)
+    if not texts:
+        return ""
+    end = texts[0].rpartition("areax")[2].rstrip()
+    found = next((token for token in special_tokens(tokenizer).values() if token and end.endswith(token)), "")
+    return found if found and len({text.count(found) for text in texts}) == 1 else ""
+
+
+@functools.lru_cache(maxsize=32)  # once per template, not per row
+def _shows_calls(tokenizer: Any, chat_template: str) -> bool:
+    texts = _called(tokenizer)
+    return not texts or any(CALLED in text for text in texts)
+
+
+def _called(tokenizer: Any) -> list[str]:
+    """Conversations that end with a call, and with two; without those that the template refuses."""
+    call = {"id": "call00000", "type": "function", "function": {"name": CALLED, "arguments": {"areax": "areax"}}}
     tools = [{"type": "function", "function": {"name": "areax", "description": "", "parameters": {"type": "object"}}}]
     texts = []
     for calls in ([call], [call, {**call, "id": "call00001"}]):
         said: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         with contextlib.suppress(ValueError):  # it has no calls, or not two
             texts.append(render(tokenizer, [{"role": "user", "content": "?"}, said], tools, {}, ask=False))
-    if not texts:
-        return ""
-    end = texts[0].rpartition("areax")[2].rstrip()
-    found = next((token for token in special_tokens(tokenizer).values() if token and end.endswith(token)), "")
-    return found if found and len({text.count(found) for text in texts}) == 1 else ""
+    return texts
 
 
 @functools.lru_cache(maxsize=32)  # once per tokenizer, not per row

@@ -65,13 +65,15 @@ def seen(ask: Ask, processor: images.Processor | None) -> Ask:
 
 def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Processor | None = None) -> str:
     """The conversation as a prompt, which `ends` with the beginning of an answer; `processor` as in `seen`. Raises
-    Refused, and ValueError as `template.render`."""
+    Refused, and ValueError as `template.render` and `template.check_calls`."""
     ask = seen(ask, processor)
     try:
         template.check_variables(tokenizer, ask.body.get("chat_template_kwargs") or {})
     except ValueError as error:
         raise Refused("chat_template_kwargs", str(error)) from None
-    written = lambda tools: template.render(tokenizer, ask.messages, tools, ask.template, ask=ends)
+    template.check_calls(tokenizer, ask.messages)
+    messages = template.ended(tokenizer, ask.messages)
+    written = lambda tools: template.render(tokenizer, messages, tools, ask.template, ask=ends)
     text = written(ask.tools)
     if ask.tools and text == written(()):
         raise Refused("tools", "this model's chat template does not show them to the model; leave them out")
