@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from areax import models
-from areax.adapters import hf, peft, safetensors
+from areax.adapters import hf, peft, safetensors, tokenizer
 from areax.adapters.commands import convert, dcp, extract, files
 from areax.models import lora
 
@@ -94,6 +94,22 @@ def test_the_base_of_adapters_may_be_named(tmp_path):
     assert not (tmp_path / "new").exists()
     convert.convert(folder, tmp_path / "new", merge=True, base=str(base), shard_size="20kB")
     assert len([*(tmp_path / "new").glob("*.safetensors")]) > 2
+
+
+def test_merged_adapters_have_the_tokenizer_that_they_were_trained_with(tmp_path):
+    """As TRL and others save it beside adapters: a base model has no chat template, and does not end turns."""
+    base, config = saved(tmp_path / "base", vocab_size=288, eos_token_id=0)
+    plain, chat = tokenizer.byte_level(), tokenizer.byte_level()
+    plain.eos_token, plain.chat_template = tokenizer.PAD, None
+    tokenizer.save(plain, base)
+    folder = adapters(tmp_path / "adapter", config, base)
+    convert.convert(folder, tmp_path / "before", merge=True)
+    tokenizer.save(chat, folder)
+    convert.convert(folder, tmp_path / "merged", merge=True)
+    before, merged = (tokenizer.load(tmp_path / name) for name in ("before", "merged"))
+    assert (before.chat_template, merged.chat_template) == (None, chat.chat_template)
+    ends = [json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("before", "merged")]
+    assert ends == [{"eos_token_id": 0}, {"eos_token_id": [0, chat.eos_token_id]}]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -38,7 +38,7 @@ def equal(a, b):
 
 
 def contents(path):
-    return {p.name: p.read_bytes() for p in path.iterdir()}
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
 def rewritten(path, change):
@@ -396,11 +396,13 @@ def test_the_manifest_describes_the_files(saved):
 def test_tokenizer_and_generation_settings_come_from_the_base(tmp_path):
     config, params = made()
     words = tokenizer.character("0123456789+-=", multiple=32)
+    words.chat_template = {"default": words.chat_template, "tool_use": "{{ tools }}" + words.chat_template}
     base = hf.save(tmp_path / "base", config, params, tokenizer=words)
     (base / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [3, 5]}')
     config, params = hf.load(base)
     path = hf.save(tmp_path / "next", config, params, base=base)
-    assert tokenizer.load(path).encode("12+3") == words.encode("12+3")
+    loaded = tokenizer.load(path)
+    assert (loaded.encode("12+3"), loaded.chat_template) == (words.encode("12+3"), words.chat_template)
     assert json.loads((path / "generation_config.json").read_text()) == {"temperature": 0.6, "eos_token_id": [3, 5]}
     assert json.loads((path / "config.json").read_text())["eos_token_id"] == [3, 5]
     with pytest.raises(ValueError, match="base must be a checkpoint directory"):

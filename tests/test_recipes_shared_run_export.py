@@ -26,7 +26,9 @@ FAST = Optimizer(lr=1e-2)
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
-    tiny.model(path / "model", dtype="bfloat16")
+    model = tiny.model(path / "model", dtype="bfloat16")
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, **settings}))
     rows = itertools.islice(arithmetic.demonstrations(arithmetic.splits()["train"]), 40)
     tiny.rows(path / "rows.jsonl", [{**row, "chosen": row["completion"], "rejected": "0"} for row in rows])
     return path
@@ -144,3 +146,5 @@ def test_runs_of_every_kind(name, place, tmp_path):
         merge = part == "model" and made.lora.rank > 0
         run_export.convert(tmp_path / "run", tmp_path / part, merge=merge)
         same(tmp_path / part, tmp_path / "run" / part)
+    settings = json.loads((tmp_path / "run/model/generation_config.json").read_text())
+    assert (settings["temperature"], settings["top_k"]) == (0.6, 20) and settings["eos_token_id"]

@@ -145,6 +145,14 @@ def test_an_answer_that_ends_its_turn_itself_is_the_same_in_rows_and_requests():
         assert one_line(ask.render, TOKENS, request) == wanted, name
 
 
+def test_thoughts_in_several_items_are_joined():
+    items = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("I greet.", "Hi.")
+    ]
+    said = {"type": "message", "role": "assistant", "content": "Hello you."}
+    assert responses._messages([*items, said]) == [{**HELLO, "reasoning_content": "I greet.\nHi."}]
+
+
 def test_parts_of_text_are_joined_alike_in_rows_and_requests():
     """As templates that read parts write them: without anything in between."""
     said = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("What is ", "2+2?")]}]

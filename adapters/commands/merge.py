@@ -23,7 +23,8 @@ def merge(
     adapter: str | os.PathLike, destination: str | os.PathLike, base: str | None = None, files: Files = AS_SOURCE
 ) -> Path:
     """Writes the base of a PEFT folder with its adapters merged, one weight of all layers at a time, as training and
-    serving with these adapters compute it: summed in fp32 and rounded once.
+    serving with these adapters compute it: summed in fp32 and rounded once. Its tokenizer is the folder's, with which
+    the adapters were trained, if that has one, else the base's.
 
     Args:
       base: a checkpoint, or a model on the hub; None = the one that adapter_config.json names.
@@ -36,7 +37,8 @@ def merge(
     config, params, _ = hf.mapped(base, dtype=None)
     spec, adapters = peft.load(adapter, config)
     hf.check(base, safetensors.read(base))
-    return files.save(destination, config, joined(config, params, adapters, spec), base=base)
+    own = hf.tokenizer_in(Path(adapter))
+    return files.save(destination, config, joined(config, params, adapters, spec), base=base, tokenizer=own)
 
 
 def base_of(adapter: str | os.PathLike, base: str | None = None) -> str:

@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+FURTHER_TEMPLATES = "additional_chat_templates"  # a folder with those of a tokenizer that has several
 
 
 def save(
@@ -79,6 +80,8 @@ def save(
             for name in TOKENIZER_FILES if tokenizer is None else ():
                 if (Path(base) / name).is_file():
                     shutil.copyfile(Path(base) / name, directory / name)
+            if tokenizer is None and (Path(base) / FURTHER_TEMPLATES).is_dir():
+                shutil.copytree(Path(base) / FURTHER_TEMPLATES, directory / FURTHER_TEMPLATES)
         if tokenizer is not None:
             tokenizers.save(tokenizer, directory)
         config = with_ends(with_named_ends(config, generation), tokenizer or tokenizer_in(directory))

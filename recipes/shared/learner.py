@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from areax import models
 from areax.adapters import hf, peft
+from areax.adapters.runtime import hub
 from areax.core import optim, param, step
 from areax.core.balance import Balance, adjust, wrap
 from areax.models import lora, vision
@@ -181,7 +183,7 @@ def export(own: Learner, out, *, tokenizer, base: str):
     """Writes the model to `out`/model (the averaged weights if `ema` is set), and adapters to `out`/adapter.
 
     Args:
-      base: path of the adapters' base model.
+      base: path or hub name of the model that the run started from, whose generation settings the export has.
 
     Returns:
       The model's path.
@@ -194,4 +196,7 @@ def _export(own: Learner, out, tokenizer, base: str):
     state = replace(own.state, params=optim.averaged(own.state.params, own.state.opt_state))
     if own.adapters:
         peft.save(out / "adapter", own.settings, state.params, own.adapters, base=base)
-    return hf.save(out / "model", own.written, weights(own, state), tokenizer=tokenizer)
+    start = Path(hub.folder(base))  # which a run that has read it can do without
+    return hf.save(
+        out / "model", own.written, weights(own, state), base=start if start.is_dir() else None, tokenizer=tokenizer
+    )

@@ -66,7 +66,7 @@ def convert(
         else:
             if merge:
                 params = merging.joined(settings, _base(options, model, settings), params, spec)
-            path = files.save(destination, settings, params, tokenizer=tokens)
+            path = files.save(destination, settings, params, base=model, tokenizer=tokens)
     return report(run, path) | {"step": step}
 
 

@@ -72,7 +72,7 @@ def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Proces
     except ValueError as error:
         raise Refused("chat_template_kwargs", str(error)) from None
     template.check_calls(tokenizer, ask.messages)
-    messages = template.ended(tokenizer, ask.messages)
+    messages = template.ended(tokenizer, list(map(dict, ask.messages)))
     written = lambda tools: template.render(tokenizer, messages, tools, ask.template, ask=ends)
     text = written(ask.tools)
     if ask.tools and text == written(()):

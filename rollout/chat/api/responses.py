@@ -257,9 +257,8 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not assistant:
             turn = None
         if kind == "reasoning":
-            thought = _reasoning(item)
-            if thought and turn is not None:
-                turn["reasoning_content"] = thought
+            if (thought := _reasoning(item)) and turn is not None:
+                turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), thought])
         elif kind == "function_call":
             made = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")
             assert turn is not None
