@@ -33,6 +33,9 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("PYTORCH_JIT", "0")  # which would look for the source of the functions replaced below
+# Inductor would compile a dozen functions. Its AVX2 code of one (torch 2.13) leaves a token without its
+# repetition_penalty; with AVX-512 and uncompiled it is right.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent / "stubs"))
 
 import torch  # noqa: E402
