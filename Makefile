@@ -119,7 +119,7 @@ test-slow: $(dev) ## run the tests that take more than half a second: recipes, r
 
 .PHONY: test-long
 test-long: export XLA_FLAGS += $(fast)
-test-long: $(dev) ## run the tests that take ten seconds and more: runs that are stopped, killed, damaged and resumed; all servers' faults
+test-long: $(dev) ## run the tests that take ten seconds and more: runs that are stopped, killed, damaged and resumed; servers that fail
 	$(py) -m pytest -q $(call marked,long) $(three)
 
 .PHONY: test-mesh

@@ -204,8 +204,8 @@ def end_of_turn(tokenizer: Any) -> int:
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion: end of turn and of a turn of calls, which training learns, and end of text, as
-    far as the tokenizer has them. Whatever generates, or exports a model, takes them from here."""
+    """The tokens that end a completion: the ends of a turn and of a turn of calls, which training learns, and the end
+    of text, as far as the tokenizer has them. Whatever generates, or exports a model, takes them from here."""
     try:
         turn = _turn_marker(tokenizer)
     except ValueError:  # the template cannot write a conversation, so nothing is trained on its turns

@@ -47,6 +47,13 @@ PAIRS = [
     ("The answer is -.5", "-0.5", 1),
     ("The answer is - 1/2", "\\frac12", 0),
     ("The answer is 2π.", "2", 0),
+    # beside other words it is a number
+    ("The answer: 15 - 10 = 5", "5", 1),
+    ("So the answer is 6 a day", "6", 1),
+    ("The answer is 6 e.g. six", "6", 1),
+    ("The answer is 6, i.e. six", "6", 1),
+    ("The answer is 12 x's", "12", 1),
+    ("The answer is 5 and it holds", "5", 1),
     ("The answer is 2√3.", "2", 0),
     ("The answer is 5 - 3i.", "5", 0),
     ("The answer is (2, 3).", "3", 0),
@@ -163,7 +170,7 @@ def test_an_answer_that_takes_too_long_to_compute_is_wrong(monkeypatch):
     ],
 )
 def test_very_long_answers_are_scored_quickly(text):
-    with cpu.limit(3):
+    with cpu.limit(2 * competition_math.SECONDS):  # math-verify may take all of its time
         assert competition_math.reward(text, {"answer": "8"}) == 0.0
 
 

@@ -27,7 +27,6 @@ METADATA_OF = "torch.distributed.checkpoint.metadata"
 NAMES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch", "device"),
     ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # of Python 3.13
     ("builtins", "set"),
 }  # fmt: skip
 # What a damaged pickle raises.
@@ -189,7 +188,7 @@ class _Safe(Unpickler):
             return _member
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 pickles paths
         if (module, name) in NAMES:
-            return super().find_class(module.removesuffix("._local"), name)
+            return super().find_class(module, name)
         if module in ("torch", METADATA_OF) and "." not in name:
             value = super().find_class(module, name)
             own = isinstance(value, type) and value.__module__ == METADATA_OF

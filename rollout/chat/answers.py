@@ -11,8 +11,8 @@ from .parsers import STYLES, Parser, Text
 
 
 def text(tokenizer: Any, tokens: Sequence[int], prompt: str = "", cut: bool = False) -> str:
-    """The text without special tokens, as `parsers.said` has it of an answer to this prompt: where a format marks
-    reasoning in a way of its own what is said to the user."""
+    """The text of an answer to this prompt, without special tokens, as `parsers.said` reads it; where a format marks
+    reasoning in its own way, only what is said to the user."""
     style = parsers.style_for(tokenizer)
     return parsers.said(_decoder(tokenizer, style)(tokens), style, cut, prompt).content
 

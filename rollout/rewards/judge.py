@@ -98,8 +98,8 @@ def judge(
 def grade(reply: str, pattern: re.Pattern[str], top: float) -> float | None:
     """The last verdict in a reply as a share of the best one, in 0..1; None if there is none in this range.
 
-    The rubric's range, 0 or 1 to `top`, is no verdict, nor is another range, such as "7-8", or a number that is half
-    of another, such as "8 1/2". Thoughts (`answers.without_thoughts`) are not part of the reply.
+    The rubric's range, 0 or 1 to `top`, is no verdict, nor is another range, such as "7-8", or a part of a number, such
+    as the 8 of "8 1/2". Thoughts (`answers.without_thoughts`) are not part of the reply.
     """
     reply = RANGE.sub(functools.partial(_single, top), without_thoughts(reply))
     found = list(pattern.finditer(reply))

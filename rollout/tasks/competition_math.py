@@ -23,10 +23,11 @@ AND = re.compile(r"(?<=[0-9]) and (?=[0-9]+/[0-9])")  # 2 and 3/4
 POINT = re.compile(r"(?<![\w.)])\.(?=[0-9])")  # .5
 BASE = re.compile(r"[0-9A-Fa-f]_\{?([0-9]+)\}?$")  # 101_2
 NUMBER = re.compile(r"-?[0-9.]+|\\frac\{[0-9]+\}\{[0-9]+\}")
-# Behind a number, or before it: what makes it a part of more, of which math-verify reads only the number.
+# Behind a number, or before it: what makes it a part of more, of which math-verify reads only the number. Letters
+# count right behind the number (2x, not "6 a day"), and i also behind a sign (5 - i, not "5, i.e. five").
 MORE = re.compile(
-    r"\s*(?:(?:\*{1,2}|[/^:×÷·⋅])\s*[\\({0-9a-z√π]|[√π±²³¹⁰-⁻]|[aeinxyz](?![A-Za-z])|\\(?:pi|sqrt|times|cdot|frac|pm)|"
-    r"(?:[-+,−–]|or\b|and\b)\s*[\\0-9.√πi])|['’_.][0-9]"
+    r"\s*(?:(?:\*{1,2}|[/^:×÷·⋅])\s*[\\({0-9a-z√π]|[√π±²³¹⁰-⁻]|\\(?:pi|sqrt|times|cdot|frac|pm)|"
+    r"(?:[-+,−–]|or\b|and\b)\s*(?:[\\0-9.√π]|i\b(?!\.)))|[aeinxyz](?![A-Za-z])|['’_.][0-9]"
 )
 LESS = re.compile(r"(?:[0-9)]\s*(?:\*{1,2}|[-+,−–/^:×÷·⋅])|[<>√±≤≥≠]|\\(?:sqrt\{?|times|cdot|pm|leq?|geq?))\s*\Z")
 SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\$")
@@ -119,9 +120,13 @@ def _half(text: str, found: Sequence[Any]) -> bool:
     number = str(number).strip(" .()*")
     if not NUMBER.fullmatch(number):  # an expression, which failed if its value is a number alone
         return isinstance(value, sympy.Integer | sympy.Float) and re.search("[*^×÷]", number) is not None
-    anchor = text.lower().rfind("answer")
-    at = text.find(number, anchor) if anchor >= 0 else text.rfind(number)
-    return at >= 0 and bool(MORE.match(text, at + len(number)) or LESS.search(text[max(at - 9, 0) : at]))
+    anchor = max(text.lower().rfind("answer"), 0)
+    places = [found.span() for found in re.finditer(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", text[anchor:])]
+    if not places:
+        return False
+    start, end = places[0 if anchor else -1]
+    before = text[max(anchor + start - 9, 0) : anchor + start]
+    return bool(MORE.match(text, anchor + end) or LESS.search(before))
 
 
 def _bases(answer: Sequence[Any]) -> set[str]:

@@ -32,10 +32,10 @@ async def single_turn(
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}), and any "images".
       tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
       processor: of a model that reads images; None = a row with images is refused.
-      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens, of
-        a format with channels it is what is said to the user, of a thought that the prompt opened and the limit of
-        tokens cut it begins with <think> (`answers.text`), and the context is prompt (as
-        templated), prompt_ids and completion_ids. A list of (end, reward) pairs gives the rewards of steps: each is at
+      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens; in
+        a format with channels it is what is said to the user, and if the limit of tokens cut a thought that the prompt
+        had opened, it begins with <think> (`answers.text`). The context is prompt (as templated), prompt_ids and
+        completion_ids. A list of (end, reward) pairs gives the rewards of steps: each is at
         the token that completes the first `end` characters of text, at the last token if these are all.
 
     Returns:

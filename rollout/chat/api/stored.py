@@ -65,7 +65,7 @@ class Stored:
         return item
 
     def keeper(self, read: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], None]:
-        """Makes `keep` of a response that reads these items, whose JSON may be long to write."""
+        """`keep` for the response to these items, which are measured now: their JSON may take long to write."""
         return functools.partial(self.keep, read, len(json.dumps(read)))
 
     def keep(self, read: Sequence[Mapping[str, Any]], size: int, response: Mapping[str, Any]) -> None:
