@@ -160,6 +160,14 @@ def test_fields_of_rewards_that_are_null_are_missing():
         asyncio.run(http.reward("a", row))
 
 
+@pytest.mark.parametrize(
+    "schema, message", [(None, "an object or its text, got None"), ("{", "is not JSON: .*, got '{'")]
+)
+def test_a_schema_that_is_none_is_refused(schema, message):
+    with pytest.raises(ValueError, match=f"json_schema: the schema of a row .*{message}"):
+        json_schema.reward("{}", {"schema": schema})
+
+
 def test_a_block_of_json_is_not_one_of_another_form():
     text = '```json\n{"a": 1}\n```\nas by\n```json-schema\n[]\n```'
     assert json_schema.reward(text, {"schema": {"type": "object"}}) == 1.0

@@ -9,15 +9,18 @@ from typing import Any
 from .answers import without_thoughts
 from .boxes import boxes
 
-_BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf|(?=[(\[])))*"
-_AFTER = r"(?![A-Za-z0-9'\u2019])"
+_MARKS = "\\s*_$`\"'\u2018\u2019\u201c\u201d"  # of Markdown and LaTeX, and quotes
+_BEFORE = rf"(?:[{_MARKS}:\uff1a=\u2013(\[{{-]|\\(?:text|textbf|mathrm|mathbf|(?=[(\[]))|(?i:option|choice)\b)*"
+_AFTER = r"(?![A-Za-z0-9]|['\u2019][a-z])"
 LETTER = re.compile(rf"{_BEFORE}([A-Za-z]){_AFTER}")  # at the beginning of a box
 MARKED = [  # the first of these that occurs in the text decides, by its last occurrence
     re.compile(rf"<answer>{_BEFORE}([A-Za-z]){_AFTER}"),
-    re.compile(rf"(?i:\b(?:answer|correct (?:choice|option))(?:\s+is)?\b){_BEFORE}([A-Z]){_AFTER}"),
+    re.compile(
+        rf"(?i:\b(?:answer(?!\s+(?:option|choice)\b)|correct (?:choice|option))(?:\s+is)?\b){_BEFORE}([A-Z]){_AFTER}"
+    ),
 ]
-BARE = re.compile(r"[\s*_$(\[]*([A-Za-z])[\s*_$)\].:]*")
-ANOTHER = re.compile(r"[\s)\]]*(?:,|;|\+|/|&|\bor\b|\band\b)[\s(\[]*[A-Z](?![A-Za-z0-9])")
+BARE = re.compile(rf"(?:[{_MARKS}(\[]|\\[(\[])*([A-Za-z])(?:[{_MARKS})\].:]|\\[)\]])*")
+ANOTHER = re.compile(rf"[{_MARKS})\]}}]*(?:[,;+/&|]|\bor\b|\band\b){_BEFORE}(?!I\s+[a-z])[A-Z]{_AFTER}")
 
 
 def reward(text: str, row: Mapping[str, Any]) -> float:

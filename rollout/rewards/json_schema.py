@@ -28,7 +28,12 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
     import referencing
     from referencing.exceptions import Unresolvable
 
-    schema = json.loads(row["schema"]) if isinstance(row["schema"], str) else row["schema"]
+    try:
+        schema = json.loads(row["schema"]) if isinstance(row["schema"], str) else row["schema"]
+    except ValueError as error:
+        raise ValueError(f"json_schema: the schema of a row is not JSON: {error}, got {row['schema']!r:.80}") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"json_schema: the schema of a row must be an object or its text, got {schema!r:.80}")
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)

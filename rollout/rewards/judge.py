@@ -24,11 +24,13 @@ Question:
 
 Think briefly, then end with a line "Score: N".
 """
-_NUMBER = "(?>[0-9]+(?:[.][0-9]+)?)"
-_MARKS = r"[\s*_`\"()\[\]]*"  # of Markdown and JSON, and brackets
+_NUMBER = "(?>[0-9]+(?:[.][0-9]+)?|[.][0-9]+)"
+_MARKS = r"[\s*_`\"'$<>()\[\]]*"  # of Markdown, JSON and LaTeX, and brackets
 _OUT_OF = rf"(?:{_MARKS}(?:/|out\s+of|of|(?=%)){_MARKS}(?P<of>{_NUMBER}|%))?"
 _WHOLE = r"(?![.,:^*eE][0-9]|\s*[\u00bc-\u00be\u2150-\u215e]|\s+[0-9]+\s*/)"  # not the 8 of 8,5 or 8 1/2
-SCORE = rf"(?i:score)(?:\s*\(?out\s+of\s+{_NUMBER})?{_MARKS}[:=][\s*_`()\[\]:]*(-?{_NUMBER}){_WHOLE}{_OUT_OF}"
+SCORE = (
+    rf"(?i:score)(?:\s*\(?out\s+of\s+{_NUMBER})?{_MARKS}[:=\uff1a][:\s*_`\"'$<>()\[\]]*(-?{_NUMBER}){_WHOLE}{_OUT_OF}"
+)
 _ALONE = r"(?<![\w.,/^\u2044\u2212\u2013\u2014-])(?<![0-9][ :*])(?<!out of )"  # not the 5 of 8,5, nor the 1/2 of 8 1/2
 LAST = rf"{_ALONE}(-?{_NUMBER}){_OUT_OF}(?:\s*points?)?\W*\Z"  # the text ends in the number
 RANGE = re.compile(

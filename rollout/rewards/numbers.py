@@ -13,7 +13,11 @@ from decimal import Decimal
 from fractions import Fraction
 
 LONGEST = 100  # most characters of a fraction
-MINUS = "-\u2212\u2013"
+MINUS = "-\u2013"
+ASCII = str.maketrans(  # hyphens, minus signs, and what East Asian text writes at full width
+    "\u2010\u2011\u2212\ufe63\uff0d\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19\uff05\uff0b\uff0f\uff1d\uff04",
+    "-----0123456789%+/=$",
+)
 _WHOLE = "[0-9]{1,3}(?:[ ,][0-9]{3}){1,30}|[0-9]{1,20}"  # bounded, since it is tried at each group of digits
 _DIGITS = r"(?:[0-9]{1,3}(?:[,'_\u2019\u00a0\u2009\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # Not the 2 in m2, nor the minus in 5-3 or of a bullet, nor 18th; but 1/8th.
@@ -43,6 +47,7 @@ REPEATING = re.compile(rf"([{MINUS}])?([0-9]{{1,50}})\.([0-9]{{,50}})\\(?:overli
 REWRITE: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [  # LaTeX and other notations to plain text
     (re.compile(r"\\[,!]|\{,\}"), lambda m: "," if m[0] == "{,}" else ""),  # thin spaces: 1\,234
     (re.compile(r"\\[;: ]|~"), lambda m: " "),
+    (re.compile(r"\\(?=\$)|(?<![A-Za-z0-9_])_+(?=[-$]?[0-9])"), lambda m: ""),  # \$5, and _5_ of Markdown
     (
         re.compile(r"(?<=[0-9])(?:\^|\\textsuperscript|<sup>|-)?\{?(?:\\(?:text|mathrm)\s*\{)?\s?(st|nd|rd|th)\b"),
         lambda m: m[1],
@@ -59,6 +64,7 @@ _SIGNED = re.compile(rf"(=|:|\bis:?)[^\S\n]*[{MINUS}][^\S\n]+(?=[0-9.$])")  # is
 
 def plain(text: str) -> str:
     """The text with its numbers in plain characters, as NUMBER finds them."""
+    text = text.translate(ASCII)
     for pattern, by in REWRITE:
         text = pattern.sub(by, text)
     return _SIGNED.sub(r"\1 -", text)
@@ -80,7 +86,7 @@ def value(found: re.Match[str]) -> Decimal | Fraction | None:
 
 def read(text: str) -> tuple[Decimal | Fraction, bool] | None:
     """(value, whether in percent) of a text that is one number and nothing else; None of any other."""
-    text = plain(text.replace("\\$", "$")).strip(" \n$").removesuffix(".")
+    text = plain(text).strip(" \n$").removesuffix(".")
     if found := REPEATING.fullmatch(text):
         sign, whole, fixed, period = found.groups()
         scale = 10 ** len(fixed)
@@ -95,7 +101,7 @@ def read(text: str) -> tuple[Decimal | Fraction, bool] | None:
 
 def as_latex(text: str) -> str:
     """The text with what LaTeX has no notation for, mixed numbers, e-3, × 10⁻³ and ½, as fractions and decimals."""
-    text = VULGAR.sub(_vulgar, text.replace("\u2044", "/").replace("\u2212", "-"))
+    text = VULGAR.sub(_vulgar, text.translate(ASCII).replace("\u2044", "/"))
     text = _MIXED_LATEX.sub(_improper, _MIXED.sub(_improper, _SIGNED.sub(r"\1 -", text)))
     text = _TIMES_TEN.sub(lambda m: m[1] + "e" + _power(m[2], m[3]), text)
     return _SCIENTIFIC.sub(lambda m: format(Decimal(m[0]), "f"), text)
@@ -117,4 +123,4 @@ def _apart(found, over, under):
 
 
 def _power(plain, raised):
-    return (plain or "".join(_RAISED[character] for character in raised)).replace("\u2212", "-").replace("\u2013", "-")
+    return (plain or "".join(_RAISED[character] for character in raised)).replace("\u2013", "-")

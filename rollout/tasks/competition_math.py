@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from ..rewards import equality, numbers
+from ..rewards import equality, formulas, numbers
 from ..rewards.answers import without_thoughts
 from ..rewards.boxes import boxes
 
@@ -18,18 +18,24 @@ WORDS = re.compile(
     r"(?:\\(?:text|textbf|textit|mathrm|mathbf)\{)?\s*+"
     r"((?=[^}]*[A-Za-z]{4})(?!inf)[A-Za-z](?:[A-Za-z ',-]*[A-Za-z',-])?)[\s.]*\}?"
 )
-ROMAN_E = re.compile(r"\\mathrm\s*\{\s*e\s*\}")  # Euler's number
 AND = re.compile(r"(?<=[0-9]) and (?=[0-9]+/[0-9])")  # 2 and 3/4
+SYMBOLS = {"\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2205": r"\emptyset ", "\u00b0": r"^\circ "}
+CHARACTERS = str.maketrans({**SYMBOLS, "\u00b2": "^2", "\u00b3": "^3", "~": " "})
+REWRITE = [  # other notations that math-verify does not read
+    (re.compile(r"\\(?:boldsymbol|bm|bf|underline)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\A\s*\\text\s*\{\s*([0-9][^{}]*)\}\s*\Z"), r"\1"),  # \text{5 units}
+    (re.compile(r"(?<=[0-9])\s*[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+\s*\Z"), ""),  # units in Chinese
+    (re.compile(r"(?<![A-Za-z\\])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\u221a\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"(?<![A-Za-z\\{])(pi|ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(=\s*-?\$?[0-9]{1,3}),([0-9]{3})(?:,([0-9]{3}))?\s*\Z"), r"\1\2\3"),  # x = 1,234
+    (re.compile(r"\\mathrm\s*\{\s*e\s*\}"), " e "),  # Euler's number
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
+]
 POINT = re.compile(r"(?<![\w.)])\.(?=[0-9])")  # .5
 BASE = re.compile(r"[0-9A-Fa-f]_\{?([0-9]+)\}?$")  # 101_2
-NUMBER = re.compile(r"-?[0-9.]+|\\frac\{[0-9]+\}\{[0-9]+\}")
-# Behind a number, or before it: what makes it a part of more, of which math-verify reads only the number. Letters
-# count right behind the number (2x, not "6 a day"), and i also behind a sign (5 - i, not "5, i.e. five").
-MORE = re.compile(
-    r"\s*(?:(?:\*{1,2}|[/^:×÷·⋅])\s*[\\({0-9a-z√π]|[√π±²³¹⁰-⁻]|\\(?:pi|sqrt|times|cdot|frac|pm)|"
-    r"(?:[-+,−–]|or\b|and\b)\s*(?:[\\0-9.√π]|i\b(?!\.)))|[aeinxyz](?![A-Za-z])|['’_.][0-9]"
-)
-LESS = re.compile(r"(?:[0-9)]\s*(?:\*{1,2}|[-+,−–/^:×÷·⋅])|[<>√±≤≥≠]|\\(?:sqrt\{?|times|cdot|pm|leq?|geq?))\s*\Z")
+COMMAND = re.compile(r"\\[A-Za-z]+")
 SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\$")
 SECONDS = 3  # each for parsing and for comparing an answer
 BOXES = 16  # most different boxes of an answer: each is compared with all
@@ -69,13 +75,14 @@ def boxed(text: str) -> str | None:
 def reward(text: str, row: dict) -> float:
     """1.0 if the final answer in `text` is equivalent to `row["answer"]`, else 0.0.
 
-    The final answer is the \\boxed{...} one, else what the text calls its answer, else its last expression. Boxes with
-    different values, wherever they are, count as a set of answers, so guessing twice does not pay; more than `BOXES`
-    different ones are no answer. Thoughts do not count (`rewards.answers.without_thoughts`).
+    The final answer is the \\boxed{...} one, else what the text calls its answer, else its last formula
+    (`rewards.formulas`). Boxes with different values, wherever they are, count as a set of answers, so guessing twice
+    does not pay; more than `BOXES` different ones are no answer. Thoughts do not count
+    (`rewards.answers.without_thoughts`).
 
     Rational numbers are compared exactly, in the notations of `rewards.numbers`; how, and what else is equal, says
-    `rewards.equality.equal`. If both answers name a base, as 101_2 does, they need the same one. Without a box a number
-    that is a part of an expression outside of $...$, such as the 2 of 2π, is no answer.
+    `rewards.equality.equal`. If both answers name a base, as 101_2 does, they need the same one. A number that
+    is a part of more, such as the 2 of 2π, is no answer.
 
     An answer that takes longer than `SECONDS` to parse or compare counts as wrong. The timeout uses an alarm signal,
     which works only in the main thread, where workers of a reward pool run their rewards; in other threads only the
@@ -93,13 +100,11 @@ def reward(text: str, row: dict) -> float:
 def _answer(text: str) -> list[Any]:
     """The final answer of a text, as math-verify's `parse` returns it: [an expression, its text], or less."""
     from latex2sympy2_extended.sets import FiniteSet
-    from math_verify import parse
 
     contents = dict.fromkeys(box.content for box in boxes(text))
     if not contents:
-        text = _latex(POINT.sub("0.", AND.sub(" ", text)))
-        single = parse(text, parsing_timeout=_seconds())
-        return [] if _half(text, single) else single
+        formula = formulas.final(numbers.as_latex(AND.sub(" ", text)))
+        return _boxed_answer(formula) if formula else []
     if len(contents) > BOXES:
         return []
     found: list[list[Any]] = []
@@ -110,23 +115,6 @@ def _answer(text: str) -> list[Any]:
         return found[0] if found else []
     values = [part for answer in found for part in (answer[0].args if isinstance(answer[0], FiniteSet) else answer[:1])]
     return [", ".join(map(str, values)) if any(isinstance(part, str) for part in values) else FiniteSet(*values)]
-
-
-def _half(text: str, found: Sequence[Any]) -> bool:
-    """Whether what math-verify found in a text is a number that is a part of more."""
-    import sympy
-
-    value, number = found if len(found) == 2 else (None, "")
-    number = str(number).strip(" .()*")
-    if not NUMBER.fullmatch(number):  # an expression, which failed if its value is a number alone
-        return isinstance(value, sympy.Integer | sympy.Float) and re.search("[*^×÷]", number) is not None
-    anchor = max(text.lower().rfind("answer"), 0)
-    places = [found.span() for found in re.finditer(rf"(?<![0-9.]){re.escape(number)}(?![0-9])", text[anchor:])]
-    if not places:
-        return False
-    start, end = places[0 if anchor else -1]
-    before = text[max(anchor + start - 9, 0) : anchor + start]
-    return bool(MORE.match(text, anchor + end) or LESS.search(before))
 
 
 def _bases(answer: Sequence[Any]) -> set[str]:
@@ -140,6 +128,9 @@ def _boxed_answer(content: str) -> list[Any]:
     from latex2sympy2_extended.latex2sympy2 import convert_to_pct
     from math_verify import parse
 
+    *others, last = content.split("=")
+    if others and re.search("[0-9]", others[-1]) and not re.search("[A-Za-z]", COMMAND.sub("", others[-1])):
+        content = last  # 6 / 1.5 = 4
     if number := numbers.read(content):
         size, percent = number
         decimal = isinstance(size, Decimal) and "." in str(size)
@@ -154,7 +145,10 @@ def _boxed_answer(content: str) -> list[Any]:
 
 def _latex(text: str) -> str:
     """The text with notations that math-verify does not read written as others."""
-    return ROMAN_E.sub(" e ", numbers.as_latex(text))
+    text = POINT.sub("0.", numbers.as_latex(text)).translate(CHARACTERS)
+    for pattern, by in REWRITE:
+        text = pattern.sub(by, text)
+    return text
 
 
 def _equal(gold: Sequence[Any], given: Sequence[Any]) -> bool:

@@ -100,7 +100,7 @@ def final(text: str) -> Decimal | Fraction | None:
         return number(found_boxes[-1].content)
     text = numbers.plain(text)
     found = list(numbers.NUMBER.finditer(text))
-    if not found or PART.search([word for word in text.split() if DIGIT.search(word)][-1]):
+    if not found or PART.search([word for word in re.split(r"[\s=]", text) if DIGIT.search(word)][-1]):
         return None
     return numbers.value(found[-1])
 
