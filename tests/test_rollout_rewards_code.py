@@ -33,6 +33,9 @@ PAIRS = [{"input": "1\n2\n", "output": "2\n4\n"}, {"input": "21", "output": "42"
         ("print('ok')\nraise SystemExit", ASSERTS, 0),
         ("print = lambda *_, **__: None\n" + ADD, ASSERTS, 1),
         ('x = """' + "'{a}' {{" + '"""\n' + ADD, ASSERTS, 1),
+        (f"from dataclasses import dataclass\n@dataclass\nclass N:\n    n: 'N | None' = None\nN()\n{ADD}", ASSERTS, 1),
+        (f"import pickle\nclass A: pass\npickle.dumps(A())\n{ADD}", f"from solution import add\n{ASSERTS}", 1),
+        (f"import io, sys\nsys.stdout = io.StringIO()\n{ADD}", ASSERTS, 1),
         (f"```python\n{DOUBLE}```", PAIRS, 1),
         ("print(input())", PAIRS, 0),
         ("print(2)\nprint(4)", PAIRS, 0),
@@ -50,7 +53,23 @@ def test_a_program_that_exceeds_its_limits_scores_0(text, monkeypatch):
     assert code.reward(f"{DOUBLE}\n{text}", {"tests": PAIRS}) == 0.0
 
 
-@pytest.mark.parametrize("tests", [None, "", " ", [], [""], [1], {}, [{"input": "1"}], [ASSERTS, PAIRS[0]]])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None,
+        "",
+        " ",
+        [],
+        [""],
+        [1],
+        {},
+        [{"input": "1"}],
+        [ASSERTS, PAIRS[0]],
+        [{"input": None, "output": "1"}],
+        [{"input": "", "output": 1}],
+        [{"input": ["1"], "output": ["1"]}],
+    ],
+)
 def test_a_row_without_valid_tests_is_an_error(tests):
     with pytest.raises(ValueError, match="rewards.code: tests must be Python source, a list"):
         code.reward(ADD, {"tests": tests})

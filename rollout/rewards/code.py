@@ -15,12 +15,13 @@ SECONDS = 8.0  # for all tests of a program; below the default timeout of a pool
 MEMORY = 512 << 20  # bytes
 OUTPUT = 1 << 20  # bytes that a program may print
 # Printing the token proves that the tests ran and passed: a program that exits early does not know it.
-HARNESS = """import sys
-def run(token, print=print):
-    space = {{"__name__": "solution"}}
+# The program is a module, in which dataclasses look up types and pickle looks up classes.
+HARNESS = """import sys, types
+def run(token, print=print, out=sys.stdout):
+    module = sys.modules["solution"] = types.ModuleType("solution")
     for name, source in (("solution.py", {code!r}), ("tests.py", {tests!r})):
-        exec(compile(source, name, "exec"), space)
-    print("", token, sep="\\n")
+        exec(compile(source, name, "exec"), module.__dict__)
+    print("", token, sep="\\n", file=out)
 run(sys.stdin.readline().strip())
 """
 
@@ -51,10 +52,13 @@ async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, s
         token = secrets.token_hex(16)
         program = HARNESS.format(code=code, tests="\n".join(sources))
         return (await _printed(program, f"{token}\n", end) or [""])[-1] == token
-    if not sources or not all(isinstance(pair, Mapping) and {"input", "output"} <= set(pair) for pair in sources):
+    if not sources or not all(
+        isinstance(pair, Mapping) and isinstance(pair.get("input"), str) and isinstance(pair.get("output"), str)
+        for pair in sources
+    ):
         raise ValueError(
             "rewards.code: tests must be Python source, a list of sources, or a list of "
-            f'{{"input", "output"}}, and not be empty; got {tests!r:.80}'
+            f'{{"input", "output"}} with texts, and not be empty; got {tests!r:.80}'
         )
     for pair in sources:
         if await _printed(code, pair["input"], end) != _lines(pair["output"]):
