@@ -228,9 +228,13 @@ def test_the_function_that_reads_a_record_is_recognised(record, row):
         assert made.get("prompt") or made.get("messages")
 
 
-def test_weights_of_turns_in_sharegpt_are_kept():
+def test_what_else_turns_in_sharegpt_have_is_kept():
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho", "weight": 0}]
     assert formats.sharegpt({"conversations": turns})["messages"] == [USER, {**SAID, "weight": 0}]
+    turns[1] |= {"thinking": "Hm.", "training": False}
+    assert formats.sharegpt({"conversations": turns})["messages"][1] == {
+        **SAID, "weight": 0, "thinking": "Hm.", "training": False
+    }  # fmt: skip
 
 
 def test_conversations_of_trl():

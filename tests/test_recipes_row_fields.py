@@ -148,6 +148,9 @@ REFUSED = {  # (fields, the error)
                            "'loss' is not read.*'weight'"),
     "axolotl's train": ({"messages": [ASK, {"role": "assistant", "content": "A", "train": True}, ASK]},
                         "'train' is not read.*'weight'"),
+    **{f"a message's {name}": ({"messages": [ASK, {"role": "assistant", "content": "A", name: 0}, ASK]},
+                               f"'{name}' is not read.*'weight'")
+       for name in ("loss_scale", "loss_mask", "training", "train_detail")},
     "function_call": ({"messages": [ASK, {"role": "assistant", "function_call": {"name": "f"}}, ASK]},
                       "in tool_calls"),
     "images of a model of text": ({"prompt": "Hi?", "images": ["a.png"]}, "reads no images"),

@@ -158,6 +158,8 @@ def test_fields_of_rewards_that_are_null_are_missing():
         match.exact("None", row)
     with pytest.raises(ValueError, match="a row needs reward_url"):
         asyncio.run(http.reward("a", row))
+    with pytest.raises(ValueError, match="length: a row needs either .*, above 0, got {'max_characters': '2'}"):
+        length.reward("abc", {"max_characters": "2"})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Letters that completions choose."""
 
 import cpu
+import numpy as np
 import pytest
 
 from areax.rollout.rewards import choice
@@ -44,6 +45,17 @@ def test_a_letter(text):
 )
 def test_no_letter(text):
     assert choice.chosen(text) is None
+
+
+@pytest.mark.parametrize("answer", [1, np.int64(1), "B", "(b)"])
+def test_the_answer_of_a_row(answer):
+    assert choice.reward("B", {"answer": answer}) == 1.0 and choice.reward("C", {"answer": answer}) == 0.0
+
+
+@pytest.mark.parametrize("answer", [None, True, 26, -1, 1.0, "", "AB"])
+def test_another_answer_of_a_row_is_refused(answer):
+    with pytest.raises(ValueError, match="choice: answer must be a letter or the index"):
+        choice.reward("B", {"answer": answer})
 
 
 @pytest.mark.parametrize("piece", ["answer ", "option ", "(", "\\(", "B,", "'"])

@@ -206,6 +206,8 @@ def test_very_long_answers_are_scored_quickly(text):
 def test_an_unparsable_gold_answer_is_an_error():
     with pytest.raises(ValueError, match="cannot be parsed, got ''"):
         competition_math.reward("7", {"answer": ""})
+    with pytest.raises(ValueError, match="cannot be parsed, got None"):
+        competition_math.reward("\\boxed{none}", {"answer": None})
 
 
 @pytest.mark.parametrize(

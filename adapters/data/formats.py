@@ -128,10 +128,8 @@ def sharegpt(record: dict) -> dict:
         wanted = f"'conversations' with strings 'value' and 'from' one of {', '.join(ROLES)}"
         raise _refusal("sharegpt", wanted + (f" (found {str(odd[0])[:60]})" if odd else ""), record)
     messages = [{"role": "system", "content": system}] if system else []
-    told = ("weight", "loss", "train", "tool_calls")  # for the reader of messages to take, or to refuse
     messages += [
-        {"role": ROLES[turn["from"]], "content": turn["value"], **{name: turn[name] for name in told if name in turn}}
-        for turn in turns
+        {**_without(turn, "from", "value"), "role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns
     ]
     return {**_without(record, "conversations", "system"), "messages": messages}
 

@@ -21,6 +21,7 @@ UNREAD = {  # what to do with fields that others read into prompts
 }
 ROLES = {"developer": "system"}  # what templates call it
 DEEPEST = 100  # levels of objects and lists in each other
+LEARNT = "loss", "loss_scale", "loss_mask", "train", "training", "train_detail"  # others' names of "weight"
 REASONING = "reasoning_content", "reasoning", "thinking"  # of messages: names of one thing
 
 
@@ -211,7 +212,7 @@ def check(messages: Sequence[Message]) -> None:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
             raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
-        for name in ("loss", "train"):  # of ms-swift and axolotl
+        for name in LEARNT:
             if message.get(name) is not None:
                 raise ValueError(
                     f"a message's {name!r} is not read, got {str(message)[:80]}; give it as 'weight', 0 or 1"

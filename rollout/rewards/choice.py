@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,8 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
       ValueError: the row's answer is neither.
     """
     answer = row["answer"]
-    letter = chr(ord("A") + answer) if type(answer) is int and 0 <= answer < 26 else str(answer).strip("() ").upper()
+    index = isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and 0 <= answer < 26
+    letter = chr(ord("A") + int(answer)) if index else str(answer).strip("() ").upper()
     if not re.fullmatch("[A-Z]", letter):
         raise ValueError(f"choice: answer must be a letter or the index of a choice, got {answer!r:.80}")
     return float(chosen(text) == letter)

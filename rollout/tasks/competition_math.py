@@ -88,10 +88,10 @@ def reward(text: str, row: dict) -> float:
     which works only in the main thread, where workers of a reward pool run their rewards; in other threads only the
     caller's timeout applies.
     """
-    gold = str(row["answer"])
+    gold = "" if row["answer"] is None else str(row["answer"])
     wanted = _answer(gold if boxes(gold) else f"\\boxed{{{gold}}}")
     if not wanted:
-        raise ValueError(f"competition_math: the answer of a row cannot be parsed, got {gold!r}")
+        raise ValueError(f"competition_math: the answer of a row cannot be parsed, got {row['answer']!r}")
     given = _answer(without_thoughts(text))
     bases = _bases(wanted), _bases(given)
     return float(_equal(wanted, given) and (bases[0] == bases[1] or not all(bases)))
