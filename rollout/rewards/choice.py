@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +37,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
       ValueError: the row's answer is neither.
     """
     answer = row["answer"]
-    index = isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and 0 <= answer < 26
+    index = hasattr(type(answer), "__index__") and not isinstance(answer, bool) and 0 <= answer < 26
     letter = chr(ord("A") + int(answer)) if index else str(answer).strip("() ").upper()
     if not re.fullmatch("[A-Z]", letter):
         raise ValueError(f"choice: answer must be a letter or the index of a choice, got {answer!r:.80}")

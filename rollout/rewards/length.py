@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ def reward(text: str, row: Mapping[str, Any], *, completion_ids: Sequence[int] |
       ValueError: the row does not have exactly one of the two, above 0, or the tokens are missing.
     """
     limits = [(name, row[name]) for name in ("max_tokens", "max_characters") if row.get(name) is not None]
-    if len(limits) != 1 or not (isinstance(limits[0][1], numbers.Real) and limits[0][1] > 0):
+    if len(limits) != 1 or isinstance(limits[0][1], str) or not limits[0][1] > 0:
         raise ValueError(f"length: a row needs either max_tokens or max_characters, above 0, got {dict(limits)}")
     [(name, limit)] = limits
     if name == "max_tokens" and completion_ids is None:
