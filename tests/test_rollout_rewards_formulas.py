@@ -38,6 +38,7 @@ from areax.rollout.rewards import formulas
         ("the answer is 2x + 3.", "2x + 3"),
         ("the answer is 42 x + 1", "42 x + 1"),
         ("the answer is x^2 - y", "x^2 - y"),
+        ("the answer is x\u00b2 - y.", "x\u00b2 - y"),
         ("the answer is n(n+1)/2.", "n(n+1)/2"),
         ("the answer is [0, 1).", "[0, 1)"),
         ("so (x, y) = (1, 2)", "(x, y) = (1, 2)"),

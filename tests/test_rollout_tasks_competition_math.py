@@ -153,6 +153,7 @@ PAIRS = [
     ("\\boxed{\uff15}", "5", 1),
     ("\\boxed{\uff0d5}", "5", 0),
     ("\\boxed{90\u00b0}", "90^\\circ", 1),
+    ("The answer is 17\u00b0C.", "17", 1),
     ("\\boxed{\\boldsymbol{5}}", "5", 1),
     ("\\boxed{2\u221a3}", "2\\sqrt3", 1),
     ("\\boxed{x\u00b2+1}", "x^2+1", 1),

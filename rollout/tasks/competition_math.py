@@ -31,7 +31,7 @@ REWRITE = [  # other notations that math-verify does not read
     (re.compile(r"(=\s*-?\$?[0-9]{1,3}),([0-9]{3})(?:,([0-9]{3}))?\s*\Z"), r"\1\2\3"),  # x = 1,234
     (re.compile(r"\\mathrm\s*\{\s*e\s*\}"), " e "),  # Euler's number
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
-    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"(?:\\degree|\^\s*\{?\\circ\s*\}?)(?:\s*[CF])?(?![A-Za-z])"), r"^\\circ "),
 ]
 POINT = re.compile(r"(?<![\w.)])\.(?=[0-9])")  # .5
 BASE = re.compile(r"[0-9A-Fa-f]_\{?([0-9]+)\}?$")  # 101_2
