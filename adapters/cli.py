@@ -145,7 +145,7 @@ def serve(
     """Serve a checkpoint over HTTP with SGLang's, OpenAI's and Anthropic's APIs (docs/serve.md).
 
     Args:
-      path: Hugging Face directory with weights and tokenizer, or a model on the hub.
+      path: Hugging Face directory with weights and tokenizer, a model on the hub, or a GGUF file.
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
@@ -188,22 +188,24 @@ def convert(
     shard_size: str = "5GB",
     experts: Literal["apart", "fused"] = "apart",
     embeddings: Literal["tied", "untied"] | None = None,
+    gguf: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Write a checkpoint from another, from a run's saved state or from adapters; validated, tensor by tensor.
 
     Args:
-      source: Hugging Face directory, or a model on the hub; a run's directory; a PEFT directory.
-      destination: new directory, written atomically.
+      source: Hugging Face directory, or a model on the hub; a run's directory; a PEFT directory; a GGUF file.
+      destination: new directory, written atomically; with --gguf a new file.
       step: of a run, the step whose state is written; default: the newest.
       merge: writes the base model with a PEFT directory's adapters, or those of a run, merged.
       extract: writes adapters of this rank instead, closest to the difference to --base, as a PEFT directory.
       base: the base of adapters, or the model that a run started from; default: where these say.
-      dtype: dtype of the written tensors; default: the source's.
+      dtype: dtype of the written tensors; default: the source's, of quantised ones bfloat16.
       shard_size: most bytes of a file.
       experts: a tensor for each expert's matrix, which every reader takes, or one for those of a layer, as transformers
         5 holds them.
       embeddings: writes tied embeddings a second time as the output head, or leaves out a head that equals them.
+      gguf: writes a GGUF file for llama.cpp and others, with its weights in this type.
       json_: print a summary as JSON.
     """
     with _importing("convert"):
@@ -220,7 +222,7 @@ def convert(
         with progress.reminding(f"converting {source}"):
             report = convert.convert(
                 source, destination, dtype, shard_size=shard_size, experts=experts, embeddings=embeddings, merge=merge,
-                extract=extract, base=base,
+                extract=extract, base=base, gguf_kind=gguf,
             )  # fmt: skip
     else:
         if extract:
@@ -228,7 +230,7 @@ def convert(
         from ..recipes.shared import run_export
         from .commands import files
 
-        how = files.Files(dtype, shard_size, experts, embeddings)
+        how = files.Files(dtype, shard_size, experts, embeddings, gguf)
         with progress.reminding(f"converting {source}"):
             report = run_export.convert(run, destination, step, merge=merge, base=base, files=how)
     _show(report, json_)
@@ -244,7 +246,7 @@ def check(
     """Check a checkpoint's names, shapes, hashes and finite values; with --against torch also its logits.
 
     Args:
-      source: Hugging Face directory, or a model on the hub.
+      source: Hugging Face directory, a model on the hub, or a GGUF file.
       against: "torch" compares logits with transformers, in fp32.
       gradients: with --against torch, compares gradients of all weights, too.
       json_: print the results as JSON.
@@ -264,7 +266,8 @@ def inspect(
     """Say what a checkpoint, an adapter or a run's directory holds and what areax can do with it; reads headers only.
 
     Args:
-      path: Hugging Face directory, or a model on the hub, which is downloaded; a PEFT directory; a run's directory.
+      path: Hugging Face directory, or a model on the hub, which is downloaded; a GGUF file; a PEFT directory; a run's
+        directory.
       tensors: list every tensor; else those that layers and experts have alike once.
       json_: print the results as JSON.
     """

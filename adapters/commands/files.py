@@ -14,7 +14,8 @@ import numpy as np
 
 from ... import models
 from ...models import wrappers
-from .. import hf, peft, safetensors
+from .. import gguf, hf, peft, safetensors
+from ..tracking import progress
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
 
@@ -37,6 +38,7 @@ class Files:
       dtype: dtype of the tensors; None = the source's.
       shard_size: most bytes of a file, such as 5GB or 500MB; a larger tensor has its own.
       experts: "fused" writes the experts of a layer as two tensors, as they are in transformers 5 (`hf.save`).
+      gguf: writes a GGUF file of this kind instead, one of `gguf.KINDS`.
       embeddings: "untied" writes tied embeddings a second time, as the output head, and says in config.json that they
         are not tied; "tied" leaves out a head that is equal to them; None = as the source.
     """
@@ -45,9 +47,14 @@ class Files:
     shard_size: str = "5GB"
     experts: Literal["apart", "fused"] = "apart"
     embeddings: Literal["tied", "untied"] | None = None
+    gguf: str | None = None
 
     def __post_init__(self):
         parse_size(self.shard_size)
+        if self.gguf not in (None, *gguf.KINDS):
+            raise ValueError(f"convert: --gguf must be one of {', '.join(gguf.KINDS)}, got {self.gguf!r:.80}")
+        if self.gguf and dataclasses.replace(self, gguf=None) != AS_SOURCE:
+            raise ValueError(f"convert: --gguf says itself how weights are stored, got {self} too; leave that out")
 
     def __str__(self):
         changed = {
@@ -57,11 +64,28 @@ class Files:
 
     def save(self, path: str | os.PathLike, config, params, **more) -> Path:
         """`hf.save` with these options; `more` are others of it."""
+        if self.gguf:
+            return self._gguf(self.gguf, Path(path), config, params, **more)
         config, params = self._embeddings(config, params)
         fused = self.experts == "fused"
         return hf.save(
             path, config, params, self.dtype, shard_bytes=parse_size(self.shard_size), fused_experts=fused, **more
         )
+
+    def _gguf(self, kind: str, path: Path, config, params, base=None, tokenizer=None) -> Path:
+        if config.score_head:
+            raise ValueError("convert: llama.cpp has no score heads; leave --gguf out")
+        if left := [*config.rest.names] if config.rest else []:
+            progress.say(f"{path}: the text model alone, without {left[0]} and {len(left) - 1} other tensors")
+        config = models.text_only(config)
+        tokenizer = tokenizer or (hf.tokenizer_in(Path(base)) if base else None)
+        if tokenizer is None:
+            raise ValueError(f"convert: --gguf needs a tokenizer, got none in {base}")
+        config = hf.with_ends(config, tokenizer)
+        specs, arrays = hf.to_tensors(config, params, hf.save_dtype(config, params))
+        for line in gguf.write(path, kind, models.config_to_hf(config), config, specs, arrays, tokenizer):
+            progress.say(f"{path}: {line}")
+        return path
 
     def _embeddings(self, config, params):
         if self.embeddings is None or config.tied == (self.embeddings == "tied"):
@@ -99,7 +123,12 @@ def check_new(destination: str | os.PathLike) -> None:
 
 
 def report(source: str | os.PathLike, path: Path) -> dict:
-    """What `areax convert` says of the checkpoint or the adapters that it wrote."""
+    """What `areax convert` says of the checkpoint, the adapters or the GGUF file that it wrote."""
+    if path.is_file():
+        family, kinds, size = gguf.summary(path)
+        return {"source": os.fspath(source), "path": os.fspath(path), "family": family, "dtypes": sorted(kinds)} | {
+            "tensors": sum(kinds.values()), "bytes": size,
+        }  # fmt: skip
     adapters = (path / peft.CONFIG).is_file()
     tensors = safetensors.read(path / peft.WEIGHTS if adapters else path)
     return {

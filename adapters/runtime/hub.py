@@ -1,24 +1,32 @@
-"""The Hugging Face hub: whether it answers, and models by name, from its cache or downloaded."""
+"""The folder of a model: one on the Hugging Face hub, from its cache or downloaded, or unpacked from a GGUF file."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from .atomic_dir import replacing
 
 SECONDS = 5.0
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # configs and tokenizers
+GGUF = ".gguf"
+SOURCE = "gguf.txt"  # in an unpacked folder: the path, size and time of the file
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[str] = ("config.json",)) -> str:
     """The directory of a model: `name` itself, its ~ expanded, if it is a path, or the cached copy of the hub's model
-    `owner/name`.
+    `owner/name`. Of a GGUF file it is a folder in the user's cache, `areax/gguf`, with what `areax convert` makes of
+    it, written again if the file has changed.
 
     A copy that has what is needed is used as it is, without asking the hub; else it is downloaded.
 
@@ -27,9 +35,12 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
       needs: files of which it must have one.
 
     Raises:
-      ValueError: there is no such model, it has no weights in safetensors, or the hub does not answer.
+      ValueError: there is no such model, it has no weights in safetensors, or the hub does not answer; or as
+        `gguf.unpack`.
     """
     text = os.path.expanduser(name)  # of `Path` it raises RuntimeError without such a user
+    if text.endswith(GGUF) and os.path.isfile(text):
+        return _unpacked(Path(text).resolve())
     if isinstance(name, Path) or os.path.exists(text) or not NAME.fullmatch(text) or text[0] == ".":
         return text
     name = os.fspath(name)
@@ -62,6 +73,35 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
             f"{name}`, and give the folder that it prints instead, to be told how to convert them"
         )
     return found
+
+
+def _unpacked(file: Path) -> str:
+    """The folder that a GGUF file is unpacked in."""
+    from .. import gguf
+
+    key = hashlib.sha256(os.fspath(file).encode()).hexdigest()[:16]
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areax" / "gguf"
+    except RuntimeError:
+        raise ValueError(f"{file}: needs a cache folder to be unpacked in; set XDG_CACHE_HOME, or convert it") from None
+    target = caches / f"{file.stem}-{key}"
+    with _alone(target):
+        found = file.stat()
+        stamp = f"{file} {found.st_size} {found.st_mtime_ns}\n"
+        if not (target / SOURCE).is_file() or (target / SOURCE).read_text() != stamp:
+            with replacing(target, lambda path: True) as directory:
+                gguf.unpack(file, directory)
+                (directory / SOURCE).write_text(stamp)
+    return os.fspath(target)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Waits until no other process unpacks the same file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f".{target.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _missing(copy: Path) -> bool:
