@@ -8,38 +8,41 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from . import trie_packing
+from . import fitting, trie_packing
 from .batch import FINISH, Batch
 
 FULLEST = 4  # a row of tries holds at most this many times the samples' tokens of an average row
 SAVED = 0.2  # share of the samples' tokens that tries must save; below it rows are as fast
 
 
-def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = ()) -> Batch:
-    """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows.
+def pack(
+    samples: Sequence, length: int, *, rows: int = 8, components: Sequence[str] = (),
+    shapes: Sequence[fitting.Shape] = (),
+) -> Batch:  # fmt: skip
+    """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows of T = `length`.
 
     Samples with the same `pair` (at least 0) are placed in the same microbatch, in any of its rows.
-    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to 2^k, so that few shapes compile;
+    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to 4^k, so that few shapes compile;
     `used(batch)` is the number of microbatches that are not empty.
 
     Args:
-      length: T, or several allowed T, of which the smallest that holds the longest sample is used.
       rows: rows per microbatch; must be a multiple of the devices along the batch axes.
       components: names of the reward components to include.
+      shapes: smaller (T, B), as of `fitting.shapes`: the batch takes the one that computes fewest positions.
 
     Raises:
-      ValueError: no samples, rows or length, a sample longer than every T, a pair too large for a microbatch, a sample
+      ValueError: no samples, rows or length, a sample longer than `length`, a pair too large for a microbatch, a sample
         that lacks a component, or samples whose extra arrays differ in name.
     """
-    sizes, T = _checked(samples, length, rows, components)
-    pairs = [s.pair for s in samples]
-    row, start, count = _first_fit(sizes[:, None], pairs, (T,), rows, range(len(samples)))
-    return _filled(samples, row, start, (T, power(np.bincount(row).max())), rows, count, components)
+    sizes = _checked(samples, length, rows, components)
+    pairs, given = [s.pair for s in samples], [(length, rows), *shapes]
+    places = fitting.place(sizes[:, None], pairs, given, range(len(samples)))
+    return _filled(samples, places.row, places.start, places, (places.T, power(np.bincount(places.row).max(), 4)), components)
 
 
 def pack_tries(
-    samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = (), align: int = 1,
-    apart: Sequence[int] = (),
+    samples: Sequence, length: int, *, rows: int = 8, components: Sequence[str] = (),
+    shapes: Sequence[fitting.Shape] = (), align: int = 1, apart: Sequence[int] = (),
 ) -> Batch:  # fmt: skip
     """Packs samples as `pack`, but the tokens that they share are computed once: a Batch with a `trie` [M, B, T].
 
@@ -53,8 +56,8 @@ def pack_tries(
     with the padding after its nodes, does not fit into a microbatch.
 
     Args:
-      length: T, as in `pack`; rounded up to a multiple of `align` if need be.
-      rows, components: as in `pack`.
+      length: T; rounded up to a multiple of `align` if need be.
+      rows, components, shapes: as in `pack`; lengths of shapes are multiples of `align`.
       align: every node (tokens up to a fork, or to the end of a sample) begins at a multiple of it.
       apart: samples of more than one of these numbers of tokens share nothing with samples of fewer or as many
         (`models.trie_lengths`).
@@ -64,33 +67,35 @@ def pack_tries(
     """
     if align < 1:
         raise ValueError(f"pack: align must be at least 1, got {align}")
-    sizes, T = _checked(samples, length, rows, components)
-    T = trie_packing.aligned(T, align)
+    sizes = _checked(samples, length, rows, components)
+    T = trie_packing.aligned(length, align)
     trees, most = ([], 0) if any(s.images for s in samples) else _grown(samples, sizes, T, align, apart)
     widths, pairs = np.array([tree.size for tree in trees]), np.array([tree.pair for tree in trees])
     split = [widths[pairs == pair].sum() for pair in np.unique(pairs[pairs >= 0])]  # pairs that a trie does not hold
     if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in split):
-        return pack(samples, length, rows=rows, components=components)
+        return pack(samples, length, rows=rows, components=components, shapes=shapes)
     both = np.stack([widths, [tree.tokens for tree in trees]], 1)
-    row, start, count = _first_fit(both, pairs, (T, most), rows, [tree.branches[0].sample for tree in trees])
-    row_of, start_of, filled = np.zeros(len(samples), int), np.zeros(len(samples), int), np.zeros(count, int)
+    named = [tree.branches[0].sample for tree in trees]
+    places = fitting.place(both, pairs, [(T, rows), *shapes], named, most)
+    row, start = places.row, places.start
+    row_of, start_of, filled = np.zeros(len(samples), int), np.zeros(len(samples), int), np.zeros(places.rows, int)
     for t in np.lexsort((start, row)):
         for branch in trees[t].branches:
             row_of[branch.sample], start_of[branch.sample] = row[t], filled[row[t]]
             filled[row[t]] += branch.stop
-    A, J = flattened(int(filled.max()), int(np.bincount(row_of).max()), T)
-    batch = _filled(samples, row_of, start_of, (A, J), rows, count, components)
+    shape = flattened(int(filled.max()), int(np.bincount(row_of).max()), places.T)
+    batch = _filled(samples, row_of, start_of, places, shape, components)
     M = len(batch.token_BT)
-    trie = trie_packing.places(trees, row, start, start_of, (M * rows, T, A), align, apart)
-    return batch.replace(trie=jax.tree.map(lambda x: x.reshape(M, rows, -1), trie))
+    trie = trie_packing.places(trees, row, start, start_of, (M * places.B, places.T, shape[0]), align, apart)
+    return batch.replace(trie=jax.tree.map(lambda x: x.reshape(M, places.B, -1), trie))
 
 
-def _checked(
-    samples: Sequence, length: int | Sequence[int], rows: int, components: Sequence[str]
-) -> tuple[np.ndarray, int]:
-    """The samples' lengths and T."""
+def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str]) -> np.ndarray:
+    """The samples' lengths."""
     if rows < 1:
         raise ValueError(f"pack: rows must be at least 1, got {rows}")
+    if not isinstance(length, int | np.integer) or length < 1:
+        raise ValueError(f"pack: length must be a whole number of at least 1, got {length!r}; `shapes` may be several")
     if not len(samples):
         raise ValueError("pack: at least one sample is needed, got none")
     for i, s in enumerate(samples):
@@ -105,25 +110,21 @@ def _checked(
                 f"and {sorted(samples[0].arrays)} in sample 0"
             )
     sizes = np.array([len(s.tokens) for s in samples])
-    lengths = sorted([length] if isinstance(length, int) else length)
-    if not lengths:
-        raise ValueError("pack: at least one length is needed, got none")
-    fits = [t for t in lengths if t >= sizes.max()]
-    if not fits:
+    if sizes.max() > length:
         i = int(sizes.argmax())
         raise ValueError(
-            f"pack: every sample must fit in a row of {lengths[-1]} tokens, got {sizes[i]} in sample {i}; "
+            f"pack: every sample must fit in a row of {length} tokens, got {sizes[i]} in sample {i}; "
             "raise length or drop it"
         )
-    return sizes, fits[0]
+    return sizes
 
 
 def _filled(
-    samples: Sequence, row: np.ndarray, start: np.ndarray, shape: tuple[int, int], B: int, count: int,
+    samples: Sequence, row: np.ndarray, start: np.ndarray, places: fitting.Places, shape: tuple[int, int],
     components: Sequence[str],
 ) -> Batch:  # fmt: skip
-    """The Batch [M, B, T] of samples in `count` rows of a shape (T, J), each from its start on."""
-    (T, J), M, slot = shape, bucket(-(-count // B)), _slots(row, start)
+    """The Batch [M, B, T] of samples in rows of a shape (T, J), each from its start on."""
+    (T, J), B, M, slot = shape, places.B, bucket(-(-places.rows // places.B)), _slots(row, start)
 
     def empty(width, value, dtype, tail=()):
         return np.full((M * B, width, *tail), value, dtype)
@@ -183,22 +184,21 @@ def used(batch: Batch):
     return (batch.segment_BT > 0).any((-2, -1)).sum()
 
 
-def without_empty_rows(batch: Batch, unit: int = 1) -> Batch:
-    """A Batch [M, B, T] with fewer rows, if one microbatch holds all: those in use come first, and the fewest of
-    unit x 2^k that include them are kept, so that few shapes compile."""
-    M, B, _ = batch.token_BT.shape
-    count = np.flatnonzero(batch.segment_BT[0].any(-1))[-1] + 1
-    rows = unit * power(-(-count // unit))
-    return batch if M > 1 or rows >= B else jax.tree.map(lambda x: x[:, :rows], batch)
-
-
 def trie_ratio(*batches: Batch) -> float:
     """Tokens that are computed over those of the samples: 1 without tries."""
-    tokens = [np.sum(batch.segment_BT > 0) for batch in batches]
-    computed = [
-        n if batch.trie is None else np.sum(batch.trie.first_BT >= 0) for n, batch in zip(tokens, batches, strict=True)
-    ]
-    return float(sum(computed) / sum(tokens))
+    return sum(map(computed, batches)) / sum(int(np.sum(batch.segment_BT > 0)) for batch in batches)
+
+
+def filled(*batches: Batch) -> float:
+    """Tokens that are computed over the positions of the microbatches in use."""
+    places = [batch.token_BT if batch.trie is None else batch.trie.first_BT for batch in batches]
+    positions = sum(int(used(batch)) * x[0].size for batch, x in zip(batches, places, strict=True))
+    return sum(map(computed, batches)) / positions
+
+
+def computed(batch: Batch) -> int:
+    """Tokens that a model computes: those of samples, shared ones once if there is a trie."""
+    return int(np.sum(batch.segment_BT > 0 if batch.trie is None else batch.trie.first_BT >= 0))
 
 
 def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
@@ -222,44 +222,6 @@ def _grown(samples: Sequence, sizes: np.ndarray, T: int, align: int, apart: Sequ
     if max(tree.tokens for tree in trees) > most:
         trees = trie_packing.grow(samples, T, align, most, apart)
     return trees, max(most, *(tree.tokens for tree in trees))
-
-
-def _first_fit(sizes: np.ndarray, pairs: Sequence[int] | np.ndarray, limits: tuple, B: int, named: Sequence[int]):
-    """Row and start of each size, and the number of rows in use.
-
-    Sizes [n, 1] are places; [n, 2] have a second number that a row has a limit of.
-
-    Units (pairs or single sizes) are placed longest first, each into the first microbatch with room for all of it;
-    there each size of the unit, longest first, into the first row with room. `named` are the samples to name in errors.
-    """
-    units: dict = {}
-    for i, pair in enumerate(pairs):
-        units.setdefault(pair if pair >= 0 else (i,), []).append(i)
-    places = sizes[:, 0]
-    order = sorted(units.values(), key=lambda unit: -places[unit].sum())
-    room = np.full((len(order), B, len(limits)), limits)
-    row_of, start_of = (np.zeros(len(sizes), int) for _ in range(2))
-    used = 0  # microbatches
-    for unit in order:
-        unit = [unit[k] for k in np.argsort(-places[unit], kind="stable")]
-        left, rows = room[: used + 1].copy(), []  # of every microbatch in use and the next, at once
-        for i in unit:
-            row = (left >= sizes[i]).all(2).argmax(1)
-            left[np.arange(len(left)), row] -= sizes[i]
-            rows.append(row)
-        fits = (left >= 0).all((1, 2))
-        if not fits.any():
-            raise ValueError(
-                f"pack: samples of one pair must fit into {B} rows of {limits[0]} tokens, got {places[unit].tolist()} "
-                f"tokens in samples {[named[i] for i in unit]}; raise rows or length"
-            )
-        m = int(fits.argmax())
-        used = max(used, m + 1)
-        for i, row in zip(unit, rows, strict=True):
-            b = row[m]
-            row_of[i], start_of[i] = m * B + b, limits[0] - room[m, b, 0]
-            room[m, b] -= sizes[i]
-    return row_of, start_of, int(row_of.max()) + 1
 
 
 def _slots(row: np.ndarray, start: np.ndarray) -> np.ndarray:

@@ -334,15 +334,3 @@ def test_values_move_as_in_loops_over_tokens():
     found = np.asarray(trie.predictions_to_samples(made, jnp.asarray(x_BT)))
     for where, value in of_next.items():
         close(found[where], value)
-
-
-@pytest.mark.parametrize("unit, kept", [(1, 4), (3, 3), (5, 5), (8, 8), (16, 8)])
-def test_empty_rows_are_left_out(unit, kept):
-    """The samples need three rows of eight."""
-    rng = np.random.default_rng(0)
-    data = [make(i, np.arange(1, 30) + 40 * (i % 3), rng) for i in range(6)]
-    batch = packing.pack_tries(data, 32, rows=8)
-    less = packing.without_empty_rows(batch, unit)
-    for a, b in zip(jax.tree.leaves(less), jax.tree.leaves(batch), strict=True):
-        np.testing.assert_array_equal(a, b[:, :kept])
-    assert batch.trie.first_BT.shape == (1, 8, 32) and int((less.sample_BJ >= 0).sum()) == 6

@@ -111,7 +111,7 @@ def test_what_the_compiled_step_needs_decides_before_the_first_step(place, monke
     )  # fmt: skip
     auto = sft.main(sft.Config(**options, out=str(place / "auto")))
     said = [line for line in capsys.readouterr().err.splitlines() if "--rows auto" in line]
-    assert len(said) == 1 and "8 rows needs" in said[0] and said[0].endswith("going on with 4")
+    assert len(said) == 1 and "8 rows of 32 tokens needs" in said[0] and said[0].endswith("going on with 4")
     assert len(needed) == 2 and needed[1] < 0.7 * needed[0]
     monkeypatch.setattr(microbatch, "room", real)
     four = sft.main(sft.Config(**options, rows=4, out=str(place / "four")))
@@ -146,7 +146,7 @@ def test_reinforcement_learning_goes_on_with_fewer_rows(place, monkeypatch, trie
     monkeypatch.setattr(microbatch, "room", lambda own, batch: next(rooms))
     auto, four = build(8, "auto"), build(4, 4)
     reports = [trainer.train_on_batch(each, groups) for each in (auto, four, auto, four)]
-    assert auto.rows == 4 and auto.version == four.version == 2
+    assert auto.limit.rows == 4 and auto.version == four.version == 2
     for a, b in (reports[:2], reports[2:]):
         assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"] > 0
         assert trie == "off" or a["trie_ratio"] == b["trie_ratio"] < 1

@@ -140,6 +140,10 @@ CONDITIONS = (
         "lower --optim.lr, raise --objective.clip-high or --sampling.temperature, or set --objective.entropy.floor",
     ),
     Condition(
+        "unfilled", (_unhealthy("filled"),), "much of what is computed is padding",
+        "more samples fill rows better: raise --batch (--groups in RL), or take fewer devices along dp, fsdp and ep",
+    ),
+    Condition(
         "mismatch", (_unhealthy("mismatch_k3_now"),), "trainer and server disagree about tokens of the same weights",
         "compare their dtypes and temperatures; a server may not hold the weights that it says (docs/servers.md)",
     ),

@@ -278,8 +278,9 @@ CHARTS = (
         "Tokens of the batch, prompts included, and of completions finished during the step.", zero=True,
     ),
     Chart(
-        "Speed", "Shared tokens", ("trie_ratio",),
-        "Tokens computed over those of the samples, with --trie auto: 1 = none are shared.", y_range=(0, 1),
+        "Speed", "Shared and filled", ("trie_ratio", "filled"),
+        "Tokens computed over those of the samples, with --trie auto: 1 = none are shared. Positions computed that "
+        "hold a token.", y_range=(0, 1),
     ),
     Chart(
         "Speed", "Batch size", ("groups", "samples", "effective_samples", "rows"),
@@ -326,6 +327,7 @@ METRICS = {
     "fleet_healthy": "servers that accept requests",
     "fleet_in_flight": "requests at all servers together",
     "fleet_servers": "servers of the fleet, in any state",
+    "filled": "fraction of the computed positions that hold a token",
     "generated_tokens": "tokens of completions finished during the step, evaluations included",
     "grad_norm": "norm of the gradient over all parameters, before clipping",
     "group_staleness": "version of the batch minus that at which the group was admitted",
@@ -448,6 +450,7 @@ ALARMS = {
     "entropy": (0.01, None),
     "ess": (0.5, None),
     "explained_variance": (0, None),
+    "filled": (0.7, None),
     "logp_diff": (None, 0.1),
     "mismatch_k3_now": (None, 0.001),
     "perplexity_ratio": (0.9, 1.1),

@@ -20,6 +20,20 @@ PLAIN = 8  # rows on a CPU
 LIKE = "h100"  # what a device of a kind that no plan knows is taken for, with its own memory
 
 
+@dataclass
+class Limit:
+    """The most that a microbatch of a run has: `rows` of `length` tokens, or as many positions in other rows.
+
+    Attributes:
+      rows: fewer once a step does not fit the devices (`fits`).
+      positions, adds_up: of the steps that are known to fit: the most of a microbatch, and whether one had several.
+    """
+
+    rows: int
+    positions: int = 0
+    adds_up: bool = False
+
+
 @dataclass(frozen=True)
 class Room:
     """What a step allocates on a device, and what is left there, in bytes."""
@@ -48,29 +62,32 @@ def rows(config: Any, sequence: int = 0) -> int:
     return chosen
 
 
-def fewer(config: Any, own: Learner, batch, now: int) -> int:
-    """The rows to go on with before the first step: `now`, or half of them, which it says, if a step on the prepared
-    batch does not fit the devices although the plan said so. All processes of a job call it, and get the same.
+def fits(config: Any, own: Learner, batch, limit: Limit) -> bool:
+    """Whether the devices hold a step on a prepared batch [M, B, T]; if not, `limit.rows` are half as many, which it
+    says. What is no larger than steps before fits. All processes of a job call it, and get the same.
 
     Raises:
       ValueError: no fewer rows are possible.
     """
     flat = options.flat(config)
-    found = room(own, batch) if flat.rows == "auto" else None
-    lacks = found is not None and found.needed > found.left
-    if not processes.anyone(lacks)[0]:
-        return now
-    unit = _unit(flat)
+    M, B, T = (batch.token_BT if batch.trie is None else batch.trie.first_BT).shape
+    if flat.rows != "auto" or (B * T <= limit.positions and (M > 1) <= limit.adds_up):
+        return True
+    found = room(own, batch)
+    if not processes.anyone(found is not None and found.needed > found.left)[0]:
+        limit.positions, limit.adds_up = max(limit.positions, B * T), limit.adds_up or M > 1
+        return True
+    unit, now = _unit(flat), min(limit.rows, -(-B * T // flat.length))
     got = f"needs {found.needed / 1e9:.2f} GB, {found.left / 1e9:.2f} GB are left" if found else "is too large"
-    if now == unit:
+    if now <= unit:
         raise ValueError(
-            f"--rows auto: a step of {now} rows of {flat.length} tokens {got}; `areax plan` with the same options says "
-            "which of them save memory"
+            f"--rows auto: a step of {B} rows of {T} tokens {got}; `areax plan` with the same options says which of "
+            "them save memory"
         )
-    half = now // 2 // unit * unit
+    limit.rows = max(now // 2 // unit, 1) * unit
     if jax.process_index() == 0:
-        progress.say(f"--rows auto: a step of {now} rows {got}; going on with {half}")
-    return half
+        progress.say(f"--rows auto: a step of {B} rows of {T} tokens {got}; going on with {limit.rows}")
+    return False
 
 
 def _unit(flat) -> int:

@@ -31,12 +31,12 @@ from areax.recipes.shared import (
     many_rows,
     microbatch,
     notebook,
+    packer,
     profiling,
     resume,
     rows,
     sources,
     terminal,
-    tries,
     vision,
 )
 from areax.recipes.shared.learner import Learner, train_step
@@ -184,14 +184,15 @@ def fit(
       teachers: the Configs of further models that see the batches.
     """
     out = Path(config.out)
-    size = 0  # rows of a microbatch, once samples are there
+    limit: microbatch.Limit | None = None  # of a microbatch, once samples are there
     reading = vision.reader(config.model, own.settings, learner.computed(config.run).dtype, mesh)
-    packed_as = tries.packer(config, own.settings, *teachers)
+    packed_as = packer.make(config, own.settings, *teachers)
 
     def pack(made: Sequence[Sample]) -> Batch:
-        nonlocal size
-        size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
-        [batch] = vision.attach(reading, [packed_as(made, config.length, rows=size)], [vision.of(made)])
+        nonlocal limit
+        mean = -(-sum(len(sample.tokens) for sample in made) // len(made))
+        limit = limit or microbatch.Limit(microbatch.rows(config, mean))
+        [batch] = vision.attach(reading, [packed_as(made, limit.rows)], [vision.of(made)])
         return batch
 
     said = terminal.Terminal(kind)
@@ -277,13 +278,14 @@ def fit(
                     counts = int(np.sum(batch.segment_BT > 0)), int(np.sum(batch.mask_BT))
                     with said.step(), traced(i + 1) as computed:
                         ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
-                        while i == start and (less := microbatch.fewer(config, own, ready, size)) < size:
-                            size = less
+                        assert limit is not None  # since the first batch was packed
+                        while not microbatch.fits(config, own, ready, limit):
                             batch = packed(prompts, ordinals)
                             ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
                         now = computed(train_step(own, ready))
                     report()  # one step behind, so that the host prepares while the device computes
                     more = prompts.shares(ordinals) if isinstance(prompts, Mixture) else {}
+                    more["filled"] = packing.filled(batch)
                     if config.trie != "off":
                         more["trie_ratio"] = packing.trie_ratio(batch)
                     done, pending = i + 1, (i + 1, now, *counts, more)

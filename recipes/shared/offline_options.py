@@ -14,7 +14,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import profiling, ranges
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
-from areax.recipes.shared.tries import Trie
+from areax.recipes.shared.packer import Trie
 from areax.recipes.shared.vision import Vision
 
 

@@ -19,7 +19,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
-from areax.recipes.shared.tries import Trie
+from areax.recipes.shared.packer import Trie
 from areax.recipes.shared.vision import Vision
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory

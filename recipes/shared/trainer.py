@@ -17,7 +17,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, learner, microbatch, score_head, terminal, tries, vision
+from areax.recipes.shared import common, describe, learner, microbatch, packer, score_head, terminal, vision
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -38,27 +38,25 @@ class Trainer:
 
     Attributes:
       version: batches consumed.
-      rows: packed rows per microbatch.
-      pack: `packing.pack_tries` or `packing.pack`.
+      limit: of a microbatch.
+      pack: f(samples, rows, components), of `packer.make`.
       reading: of images, for a model with a vision tower.
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
-      checked: whether a step in microbatches of `rows` rows is known to fit the devices, or `options` say how many.
       control: coefficients that adapt from batch to batch.
     """
 
     options: Training
     mesh: jax.sharding.Mesh
     policy: Learner
-    rows: int
-    pack: Callable = packing.pack
+    limit: microbatch.Limit
+    pack: Callable
     reading: vision.Reader | None = None
     critic: Learner | None = None
     shuffle_seed: int | None = None
     reference: FrozenModel | None = None
     teacher: FrozenModel | None = None
     version: int = 0
-    checked: bool = False
     control: dict[str, float] = field(default_factory=dict)
 
 
@@ -103,7 +101,7 @@ def build(
     reading = vision.reader(model, settings, run.dtype, mesh)
     seeing = [each.settings for each in (policy, critic, teacher) if each]
     trainer = Trainer(
-        options, mesh, policy, rows, tries.packer(options, *seeing), reading, critic,
+        options, mesh, policy, microbatch.Limit(rows), packer.make(options, *seeing), reading, critic,
         shuffle_seed=seed if shuffle_rewards else None,
         teacher=teacher if options.objective.advantage.teacher else None,
     )  # fmt: skip
@@ -210,11 +208,12 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
         scalars["version"] = version
     learnt = None
     while learnt is None:
-        batches = [trainer.pack(part, options.length, rows=trainer.rows, components=needs) for part in samples]
+        batches = [trainer.pack(part, trainer.limit.rows, needs) for part in samples]
         learnt = (run or functools.partial(train_packed, trainer))(batches, scalars, [*map(vision.of, samples)])
     report, scored = learnt
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
+    values["filled"] = packing.filled(*batches)
     if options.trie != "off":
         values["trie_ratio"] = packing.trie_ratio(*batches)
     if trainer.reading:
@@ -259,7 +258,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
     Returns:
       (metrics, logps): merged metrics, with the critic's prefixed "critic_" if the policy has the same name; the
       log-probabilities of each minibatch before the first step, empty if the objective needs no scores. None if nothing
-      was done: the first step does not fit the devices, and `trainer.rows` are fewer now.
+      was done: the first step does not fit the devices, and `trainer.limit` is less now.
     """
     policy, critic, options = trainer.policy, trainer.critic, trainer.options
     # One at a time: gloo, which connects processes on the CPU, hangs if many computations are queued.
@@ -274,11 +273,8 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
         batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
     ready = [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)]
-    if not trainer.checked:
-        rows, trainer.rows = trainer.rows, microbatch.fewer(options, policy, ready[0], trainer.rows)
-        trainer.checked = rows == trainer.rows
-        if not trainer.checked:
-            return None
+    if not all(microbatch.fits(options, policy, batch, trainer.limit) for batch in ready):
+        return None
     report: dict = {}
     for batch in ready * options.epochs:
         new: dict = {}
