@@ -35,8 +35,9 @@ def shapes(length: int, rows: int, unit: int, multiple: int = 1) -> list[Shape]:
     """The shapes that batches take: few, so that few programs compile, and none of more positions than `rows` x
     `length`.
 
-    Lengths are `length` and shorter multiples of `GRAIN` that are 2^k or 5/8, 6/8 or 7/8 of it. Rows are `unit` times
-    2^k or 3 * 2^k, and `rows`.
+    Lengths are `length` and shorter multiples of `GRAIN` that are 2^k or 5/8, 6/8 or 7/8 of it; those of at most half
+    come with `unit` rows alone, others with `unit` times 2^k or with `rows`. So positions grow by an eighth to a
+    quarter from one shape to the next.
 
     Args:
       length: that of the longest row.
@@ -46,13 +47,9 @@ def shapes(length: int, rows: int, unit: int, multiple: int = 1) -> list[Shape]:
     """
     grain = math.lcm(GRAIN, multiple)
     eighths = (step << n for n in range(length.bit_length()) for step in STEPS)
-    lengths = sorted({T for T in eighths if T < length and T % grain == 0})
-    found = [(length, rows)]
-    for T in [*lengths, length]:
-        most = rows * length // (T * unit)
-        counts = {count for n in range(most.bit_length()) for count in (1 << n, 3 << n) if count <= most}
-        found += [(T, unit * count) for count in sorted(counts)]
-    return sorted(set(found))
+    lengths = {length, *(T for T in eighths if T < length and T % grain == 0)}
+    counts = {rows, *(unit << n for n in range((rows // unit).bit_length()))}
+    return sorted((T, B) for T in lengths for B in counts if B == unit or 2 * T > length)
 
 
 def place(

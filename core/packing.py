@@ -22,7 +22,7 @@ def pack(
     """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows of T = `length`.
 
     Samples with the same `pair` (at least 0) are placed in the same microbatch, in any of its rows.
-    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to 4^k, so that few shapes compile;
+    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to 16^k, so that few shapes compile;
     `used(batch)` is the number of microbatches that are not empty.
 
     Args:
@@ -37,7 +37,8 @@ def pack(
     sizes = _checked(samples, length, rows, components)
     pairs, given = [s.pair for s in samples], [(length, rows), *shapes]
     places = fitting.place(sizes[:, None], pairs, given, range(len(samples)))
-    return _filled(samples, places.row, places.start, places, (places.T, power(np.bincount(places.row).max(), 4)), components)
+    J = power(np.bincount(places.row).max(), 16)
+    return _filled(samples, places.row, places.start, places, (places.T, J), components)
 
 
 def pack_tries(
@@ -176,7 +177,7 @@ def _filled(
 def flattened(tokens: int, count: int, T: int) -> tuple[int, int]:
     """(A, J) of rows of tries, given the most tokens and samples of a row: coarser steps than those of rows without
     tries, since both vary much from batch to batch, and what they cost is little beside a model's places."""
-    return T * power(-(-tokens // T)), power(count, 4)
+    return T * power(-(-tokens // T)), power(count, 16)
 
 
 def used(batch: Batch):

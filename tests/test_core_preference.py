@@ -109,7 +109,7 @@ def evaluate(spec, rows, length=32, count=2):
     return float(loss), {"now": packing.unpack(now, packed, rows), "value": own}, metrics.to_dict(report)
 
 
-def fill(name, x, M=8, B=2, T=32, J=8):
+def fill(name, x, M=8, B=2, T=32, J=16):
     """An array of a Batch in float64, filled up to one shape, so that little is compiled."""
     shape = (M, B, J if name.endswith("_BJ") else T)
     nothing = {"label_BJ": np.nan, "reward_BJ": np.nan, "length_BJ": 0, "weight_BJ": 0}

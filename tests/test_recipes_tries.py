@@ -15,7 +15,7 @@ from areax import models
 from areax.adapters import hf
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
-from areax.core import losses, packing
+from areax.core import losses
 from areax.parallel.mesh import Layout
 from areax.recipes import distill, grpo, preference, prm, sft
 from areax.recipes.shared import common, packer, trainer

@@ -83,7 +83,7 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int =
     a_row = config.length // sequence
     trie, shared = tries.planned(config, _readers(config, settings), _chunks(chip)[0], sequence)
     used = max(1, math.ceil((trie.rows if trie else samples(config) / a_row) / config.rows))
-    slots = trie.slots if trie else packing.power(a_row, 4)
+    slots = trie.slots if trie else packing.power(a_row, 16)
     run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
     patches = _patches(config, settings, a_row * image_tokens if image_tokens else config.length)
     steps = _steps(config, settings, run, packing.bucket(used), slots, patches, trie)

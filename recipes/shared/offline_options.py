@@ -13,8 +13,8 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import profiling, ranges
 from areax.recipes.shared.microbatch import Rows
-from areax.recipes.shared.rows import Bad
 from areax.recipes.shared.packer import Trie
+from areax.recipes.shared.rows import Bad
 from areax.recipes.shared.vision import Vision
 
 
@@ -40,8 +40,8 @@ class Options:
       length: longest sequence; also tokens per packed row.
       too_long: what to do with rows longer than `length`: "refuse" ends the run at the first, "drop" leaves them out
         and prints how many.
-      rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
-        CPU.
+      rows: most rows of `length` tokens in a microbatch, which has fewer or shorter ones where these hold the batch;
+        "auto" = as many as fit the devices by the plan and make a step faster, 8 on a CPU.
       trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves at least a fifth
         of all (docs/memory.md); "off" = once per sample.
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if

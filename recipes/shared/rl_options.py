@@ -18,8 +18,8 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.microbatch import Rows
-from areax.recipes.shared.rows import Bad
 from areax.recipes.shared.packer import Trie
+from areax.recipes.shared.rows import Bad
 from areax.recipes.shared.vision import Vision
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
@@ -125,8 +125,8 @@ class Training:
 
     Attributes:
       length: longest prompt and completion together; also tokens per packed row.
-      rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
-        CPU.
+      rows: most rows of `length` tokens in a microbatch, which has fewer or shorter ones where these hold the batch;
+        "auto" = as many as fit the devices by the plan and make a step faster, 8 on a CPU.
       trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves at least a fifth
         of all (docs/memory.md); "off" = once per sample.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
