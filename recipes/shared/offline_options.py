@@ -40,8 +40,8 @@ class Options:
       length: longest sequence; also tokens per packed row.
       too_long: what to do with rows longer than `length`: "refuse" ends the run at the first, "drop" leaves them out
         and prints how many.
-      rows: most rows of `length` tokens in a microbatch, which has fewer or shorter ones where these hold the batch;
-        "auto" = as many as fit the devices by the plan and make a step faster, 8 on a CPU.
+      rows: most packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8
+        on a CPU. A batch that fewer or shorter rows hold takes those.
       trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves at least a fifth
         of all (docs/memory.md); "off" = once per sample.
       vision: the vision tower of a model that reads images, "trained" or "frozen"; "auto" = frozen, and loaded only if

@@ -125,8 +125,8 @@ class Training:
 
     Attributes:
       length: longest prompt and completion together; also tokens per packed row.
-      rows: most rows of `length` tokens in a microbatch, which has fewer or shorter ones where these hold the batch;
-        "auto" = as many as fit the devices by the plan and make a step faster, 8 on a CPU.
+      rows: most packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8
+        on a CPU. A batch that fewer or shorter rows hold takes those.
       trie: "auto" = tokens that samples share, such as a prompt, are computed once, where that saves at least a fifth
         of all (docs/memory.md); "off" = once per sample.
       minibatches: optimiser steps per batch, each on an equal share of its groups.

@@ -47,18 +47,18 @@ class Terminal:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Wraps a training step: says that the first one compiles, and how long that took, which the clock of the
-        progress leaves out."""
+        progress leaves out; and how long a later one compiled, for rows of another shape, while the device computed."""
         first, self._first = self._first and jax.process_index() == 0, False
         before = compile_time.seconds()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(compile_time.left_out())
             if first:
+                stack.enter_context(compile_time.left_out())
                 self._waiting.close()
                 progress.say(f"{self.kind} compiling the first step ...")
                 stack.enter_context(progress.reminding(f"{self.kind} compiling the first step"))
             yield
-        if first and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
-            progress.say(f"{self.kind} compiled in {seconds:.1f} s")
+        if jax.process_index() == 0 and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
+            progress.say(f"{self.kind} compiled {'' if first else 'another shape of rows '}in {seconds:.1f} s")
 
     def look(self, step: int, values: dict) -> None:
         """Says in which way a step taught nothing, or the wrong thing, at the first and the tenth such step."""
