@@ -45,6 +45,7 @@ from areax.rollout.rewards import formulas
         ("so it is 1 and 2", "1 and 2"),
         ("so x = 1 or x = 2.", "x = 1 or x = 2"),
         ("so it is 42, or 43", "42, or 43"),
+        ("so it is 42; 43", "42; 43"),
         ("so it is between 2 and 3.", "2 and 3"),
         ("so it is 3 : 4", "3 : 4"),
         ("so it is \u00b12\u03c0", "\u00b12\u03c0"),
@@ -53,6 +54,8 @@ from areax.rollout.rewards import formulas
         ("", ""),
         ("no idea", ""),
         ("( = )", ""),
+        ("so it is v7", ""),
+        ("so it is x23 + 1", "x23 + 1"),
     ],
 )
 def test_the_formula_of_a_text(text, formula):
