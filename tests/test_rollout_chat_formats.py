@@ -55,6 +55,10 @@ def test_every_family_is_declared():
         ("<seed:think><seed:tool_call><function=f><parameter=a></seed:tool_call>{{ tools }}", "seed_oss"),
         ("<minimax:tool_call><invoke name=</minimax:tool_call>{{ tools }}", "unknown"),
         ("<tool_call>{{ name }}<arg_key></arg_key></tool_call>{{ arguments }}{{ tools }}", "unknown"),
+        ("<tool_call>{{ arguments }}</tool_call>{{ tools }}", "qwen"),
+        # As Apriel 1.5's and MiniMax M3's, which have the marks of Qwen's besides.
+        ("in <tool_call></tool_call> tags: <tool_calls>[{{ arguments }}]</tool_calls>{{ tools }}", "unknown"),
+        ("<tool_call>{{ '<invoke name=' }}{{ arguments }}</invoke></tool_call>{{ tools }}", "unknown"),
         ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "unknown"),
         ("<|python_tag|>{{ tools }}", "unknown"),
         ("<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>", "gpt_oss"),

@@ -1,12 +1,14 @@
 """Conversion of rows to prompts: the same ids wherever a row is used, with or without a chat template."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from areax.adapters import tokenizer
 from areax.recipes.shared import probe, rows
 from areax.rollout.chat import template
+from areax.rollout.chat.api import ask
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import single_turn
 
@@ -132,3 +134,46 @@ def test_a_template_that_recurses_is_refused(chat_template):
         template.prompt(tokens, {"prompt": "a"})
     assert "\n" not in str(error.value)
     assert tokenizer.stop_ids(tokens) == (tokens.eos_token_id,)
+
+
+def test_a_template_that_needs_tools_takes_rows_and_requests_with_tools():
+    """As the one that Hermes 2 Pro and Command R+ have for tools."""
+    tokens = tokenizer.byte_level()
+    tokens.chat_template = (
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    wanted = tokens.apply_chat_template(said, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert template.prompted(tokens, {"messages": said, "tools": tools}).text == wanted
+    assert ask.render(tokens, ask.Ask(body={}, messages=said, tools=tools)) == wanted
+    assert tokenizer.end_of_turn(tokens) == tokens.eos_token_id
+    with pytest.raises(ValueError, match="the chat template refuses them"):
+        template.prompted(tokens, {"messages": said})
+
+
+def test_calls_are_refused_where_the_template_for_conversations_without_tools_leaves_them_out():
+    """A tokenizer with two chat templates, as Hermes 2 Pro's: of these the row's tools choose one."""
+    tokens, plain = tokenizer.byte_level(), tokenizer.byte_level().chat_template
+    called = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>\n{% endfor %}"
+    )
+    tokens.chat_template = {"default": plain, "tool_use": called}
+    function = {"name": "f", "arguments": {"a": "b"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    said = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "c"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    text = {**call, "tool_calls": [{**call["tool_calls"][0], "function": {**function, "arguments": '{"a": "b"}'}}]}
+    asked = ask.Ask(body={}, messages=[said[0], text, said[2]], tools=tools)
+    wanted = tokens.apply_chat_template(said, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert template.prompted(tokens, {"messages": said, "tools": tools}).text == wanted == ask.render(tokens, asked)
+    for render in (
+        lambda: template.prompted(tokens, {"messages": said}),
+        lambda: ask.render(tokens, dataclasses.replace(asked, tools=())),
+        lambda: tokenizer.supervised(tokens, {"messages": [*said, {"role": "assistant", "content": "d"}]}),
+    ):
+        with pytest.raises(ValueError, match="tool_calls: this model's chat template does not show them"):
+            render()

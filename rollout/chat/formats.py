@@ -27,7 +27,9 @@ class Marks:
 
 
 MARKS: Mapping[str, Marks] = {  # "hermes" is another name of "qwen"
-    "qwen": Marks(("<tool_call>", "</tool_call>", "arguments"), ("<function=", "<arg_key>")),
+    "qwen": Marks(
+        ("<tool_call>", "</tool_call>", "arguments"), ("<function=", "<arg_key>", "<invoke name=", "<tool_calls>")
+    ),
     "qwen3_coder": Marks(("<tool_call>", "</tool_call>", "<function=", "<parameter=")),
     "llama": Marks(("<|start_header_id|>", "<|eot_id|>", '"parameters": ')),
     "deepseek": Marks(("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")),

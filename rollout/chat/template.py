@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..types import Image
@@ -25,6 +25,16 @@ GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")  # of tra
 # What rendering raises beside Jinja's own errors.
 FAILURES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
 CALLED = "areax_called"  # a tool's name, for calls that stand for others
+PROPERTIES = {"areax": {"type": "string", "description": "areax"}}
+ASKED = {"role": "user", "content": "?"}
+TOOLS = [  # that stand for others
+    {
+        "type": "function",
+        "function": {
+            "name": "areax", "description": "areax", "parameters": {"type": "object", "properties": PROPERTIES}
+        },
+    }
+]  # fmt: skip
 SIGN = "\ufdd0generated\ufdd1"  # stands for such a tag in a text; no text has these characters
 
 
@@ -80,12 +90,21 @@ def readable(tokenizer: Any, talk: Conversation) -> Conversation:
       ValueError: the template does not read one of the variables, or does not show the tools or the calls.
     """
     check_variables(tokenizer, talk.variables)
-    check_calls(tokenizer, talk.messages)
+    check_calls(tokenizer, talk.messages, talk.tools)
     talk = talk._replace(messages=ended(tokenizer, talk.messages))
-    show = lambda tools: render(tokenizer, talk.messages, tools, talk.variables, ask=False)
-    if talk.tools and show(talk.tools) == show(()):
+    written = lambda tools: render(tokenizer, talk.messages, tools, talk.variables, ask=False)
+    if talk.tools and not shows(written, written(talk.tools)):
         raise ValueError("tools: this model's chat template does not show them to the model; leave them out")
     return talk
+
+
+def shows(written: Callable[[Sequence], str], text: str) -> bool:
+    """Whether `text`, which is `written(tools)`, shows the tools: without any the template writes another, or refuses
+    the messages."""
+    try:
+        return text != written(())
+    except ValueError:  # it needs tools
+        return True
 
 
 def ended(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,10 +124,11 @@ def _ended(message: dict[str, Any], ends: Collection[str]) -> dict[str, Any]:
     return {**message, "content": text} if "content" in message else message
 
 
-def check_calls(tokenizer: Any, messages: Sequence[Message]) -> None:
-    """Raises ValueError if messages have calls, and the template leaves them out."""
+def check_calls(tokenizer: Any, messages: Sequence[Message], tools: Sequence) -> None:
+    """Raises ValueError if messages have calls, and the template leaves them out; a tokenizer may have one for
+    conversations with tools, and one for those without."""
     if any(message.get("tool_calls") for message in messages) and not _shows_calls(
-        tokenizer, str(tokenizer.chat_template or "")
+        tokenizer, str(tokenizer.chat_template or ""), bool(tools)
     ):
         raise ValueError(
             "tool_calls: this model's chat template does not show them to the model; write them into the contents"
@@ -279,7 +299,11 @@ def _closing(tokenizer: Any, chat_template: str) -> str:
         return ""
     content = "areax"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    return render(tokenizer, chat, (), {}, ask=False).rpartition(content)[2]
+    try:
+        text = render(tokenizer, chat, (), {}, ask=False)
+    except ValueError:  # it needs tools
+        text = render(tokenizer, chat, TOOLS, {}, ask=False)
+    return text.rpartition(content)[2]
 
 
 def call_end(tokenizer: Any) -> str:
@@ -299,20 +323,19 @@ def _call_end(tokenizer: Any, chat_template: str) -> str:
 
 
 @functools.lru_cache(maxsize=32)  # once per template, not per row
-def _shows_calls(tokenizer: Any, chat_template: str) -> bool:
-    texts = _called(tokenizer)
+def _shows_calls(tokenizer: Any, chat_template: str, tools: bool) -> bool:
+    texts = _called(tokenizer, TOOLS if tools else ())
     return not texts or any(CALLED in text for text in texts)
 
 
-def _called(tokenizer: Any) -> list[str]:
-    """Conversations that end with a call, and with two; without those that the template refuses."""
+def _called(tokenizer: Any, tools: Sequence = TOOLS) -> list[str]:
+    """Conversations that end with a call of CALLED, and with two; without those that the template refuses."""
     call = {"id": "call00000", "type": "function", "function": {"name": CALLED, "arguments": {"areax": "areax"}}}
-    tools = [{"type": "function", "function": {"name": "areax", "description": "", "parameters": {"type": "object"}}}]
     texts = []
     for calls in ([call], [call, {**call, "id": "call00001"}]):
         said: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         with contextlib.suppress(ValueError):  # it has no calls, or not two
-            texts.append(render(tokenizer, [{"role": "user", "content": "?"}, said], tools, {}, ask=False))
+            texts.append(render(tokenizer, [ASKED, said], tools, {}, ask=False))
     return texts
 
 

@@ -71,11 +71,11 @@ def render(tokenizer: Any, ask: Ask, ends: bool = True, processor: images.Proces
         template.check_variables(tokenizer, ask.body.get("chat_template_kwargs") or {})
     except ValueError as error:
         raise Refused("chat_template_kwargs", str(error)) from None
-    template.check_calls(tokenizer, ask.messages)
+    template.check_calls(tokenizer, ask.messages, ask.tools)
     messages = template.ended(tokenizer, list(map(dict, ask.messages)))
     written = lambda tools: template.render(tokenizer, messages, tools, ask.template, ask=ends)
     text = written(ask.tools)
-    if ask.tools and text == written(()):
+    if ask.tools and not template.shows(written, text):
         raise Refused("tools", "this model's chat template does not show them to the model; leave them out")
     rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))
     return text
