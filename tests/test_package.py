@@ -76,7 +76,11 @@ def test_every_import_is_declared():
     extras = project["optional-dependencies"]
     declared = [
         *project["dependencies"],
-        *(x for name in ("torch", "vision", "gguf", "grammar", "tensorboard", "trackio", "wandb", "ray") for x in extras[name]),
+        *(
+            x
+            for name in ("torch", "vision", "gguf", "grammar", "tensorboard", "trackio", "wandb", "ray")
+            for x in extras[name]
+        ),
     ]
     provides = importlib.metadata.packages_distributions()
     missing = {

@@ -55,6 +55,7 @@ from areax.rollout.rewards import formulas
         ("no idea", ""),
         ("( = )", ""),
         ("so it is v7", ""),
+        ("\u517142", "42"),
         ("so it is x23 + 1", "x23 + 1"),
     ],
 )

@@ -71,11 +71,12 @@ def _belongs(before: Sequence, apart: bool, token: re.Match[str], after: Sequenc
         case "letter" if behind_number:  # a unit, or the 42 x of 42 x + 1
             return kinds[0] == "sign" and kinds[1] in ("number", "letter", "open", "name")
         case "letter":
-            touching = (
-                bool(before) and not apart and before[0].lastgroup in ("number", "open", "close", "raised", "name")
+            value = ("number", "open", "close", "raised", "name")
+            return (
+                (bool(before) and before[0].lastgroup in (("sign", "joint") if apart else ("sign", "joint", *value)))
+                or kinds[0] in ("sign", "raised", "open")
+                or (kinds[0] == "number" and token[0].isascii() and token.end() == after[0].start())
             )
-            signed = bool(before) and before[0].lastgroup in ("sign", "joint")
-            return touching or signed or kinds[0] in ("sign", "raised", "open")
         case kind:
             return kind in ("formula", "name", "close", "raised", "sign")
     return False
