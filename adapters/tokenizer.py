@@ -215,14 +215,17 @@ def stop_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _turn_marker(tokenizer):
-    """The special token after an assistant's turn in the chat template, or None."""
-    return _first_special(tokenizer, template.closing(tokenizer)) if tokenizer.chat_template else None
+    """The special token after an assistant's turn in the chat template, or None: the first that the turn itself does
+    not have, such as <|close|> after a thought."""
+    return _marker(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else None
 
 
-@functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
-def _first_special(tokenizer, text):
-    special = template.special_tokens(tokenizer)
-    return next((id for id in tokenizer.encode(text, add_special_tokens=False) if id in special), None)
+@functools.lru_cache(maxsize=32)  # once per template, not per row
+def _marker(tokenizer, chat_template):
+    special, ids = template.special_tokens(tokenizer), functools.partial(tokenizer.encode, add_special_tokens=False)
+    found = [id for id in ids(template.closing(tokenizer)) if id in special]
+    inside = ids(template.opening(tokenizer))
+    return next((id for id in found if id not in inside), found[0] if found else None)
 
 
 def _line(error):

@@ -106,6 +106,23 @@ def test_generation_stops_at_the_end_of_turn_and_end_of_text_tokens():
         tokenizers.end_of_turn(FALLING_BACK)
 
 
+def test_what_ends_a_part_of_a_turn_does_not_end_the_turn():
+    """As in Kimi K3, whose turns close a thought and a response with the same token."""
+    tokens = tokenizers.byte_level()
+    tokens.add_special_tokens({"eos_token": "</s>", "additional_special_tokens": ["<|close|>", "<|end_of_msg|>"]})
+    tokens.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}{{ m.reasoning_content }}<|close|>think "
+        "{% endif %}{{ m.content }}<|close|>response<|end_of_msg|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    end = tokens.convert_tokens_to_ids("<|end_of_msg|>")
+    assert tokenizers.end_of_turn(tokens) == end
+    assert tokenizers.stop_ids(tokens) == tuple(sorted((end, tokens.eos_token_id)))
+    said = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+    _, learnt = tokenizers.supervised(tokens, {"messages": [{"role": "user", "content": "a"}, said]})
+    assert tokens.decode(learnt) == "c<|close|>think b<|close|>response<|end_of_msg|>"
+
+
 def test_without_a_template_a_prompt_is_plain_text():
     assert tokenizers.supervised(TRAINED, ROW) == (
         TRAINED.encode("25+16"),

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import json
+import os.path
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -304,6 +305,19 @@ def _closing(tokenizer: Any, chat_template: str) -> str:
     except ValueError:  # it needs tools
         text = render(tokenizer, chat, TOOLS, {}, ask=False)
     return text.rpartition(content)[2]
+
+
+def opening(tokenizer: Any) -> str:
+    """The text that the template writes between the prompt and the content of an answer with reasoning; "" = it does
+    not write such an answer."""
+    said = {"role": "assistant", "content": "areax", "reasoning_content": "xaera"}
+    try:
+        before, text = (
+            render(tokenizer, messages, (), {}, ask=ask) for messages, ask in (([ASKED], True), ([ASKED, said], False))
+        )
+    except ValueError:
+        return ""
+    return text[len(os.path.commonprefix([before, text])) :].rpartition("areax")[0]
 
 
 def call_end(tokenizer: Any) -> str:
