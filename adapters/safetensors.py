@@ -187,7 +187,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Writes a small file atomically: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with _named(path), open(temporary, "wb") as file:
+        with named(path), open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -259,7 +259,7 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
     described = {}
     source = iter(arrays)
     try:
-        with _named(path), open(temporary, "wb", buffering=0) as file:
+        with named(path), open(temporary, "wb", buffering=0) as file:
             _put(file, memoryview(len(text).to_bytes(8, "little") + text))
             for name, entry in entries.items():
                 array = np.asarray(_next(source, name, path))
@@ -304,7 +304,7 @@ def _next(source, name: str, path: Path):
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Gives an error of writing the file's name, which that of a full disk lacks."""
     try:
         yield

@@ -1,115 +1,23 @@
 """GGUF files: round trips of every family, tokenizers, blocks as the library makes them, and what is refused."""
 
+import json
+import resource
+import signal
+import struct
+import sys
 from pathlib import Path
 
+import gguf as library
 import numpy as np
 import pytest
 import tiny
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers import models as inner_models
-from transformers import PreTrainedTokenizerFast
+from gguf_models import FAMILIES, byte_level, model, sentencepiece
+from tokenizers import normalizers
 
-from areax import models
-from areax.adapters import hf, safetensors
-from areax.adapters.commands import convert
-from areax.adapters.gguf import vocabulary
-
-WORDS = ("the", "and", " the", " and", "ing", "ed", "0", "un", "é", "日本", "😀", "\n\n", "  ")
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 256, "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-GEMMA = {"query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16}
-FAMILIES = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "llama with rope of Llama 3": {"model_type": "llama", "rope_scaling": LLAMA3, "max_position_embeddings": 32768},
-    "llama with yarn": {"model_type": "llama", "rope_scaling": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
-    }},
-    "mistral": {"sliding_window": None},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False},
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "gemma2": GEMMA,
-    "gemma3_text": GEMMA | {"num_hidden_layers": 7, "rope_theta": 1e6, "rope_scaling": {
-        "rope_type": "linear", "factor": 8.0,
-    }},
-    "granite": {"attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
-                "logits_scaling": 4.0},
-    "olmo2": {},
-    "smollm3": {"num_hidden_layers": 5},
-}  # fmt: skip
-
-
-def byte_level(pre="qwen2", extra=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), words=WORDS):
-    """Byte-level BPE that makes each of the words a token, split as llama.cpp's pre-tokenizer of this name."""
-    patterns, nfc, whole = vocabulary.SPLITS[pre]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = []
-    for word in words:
-        text = letters.pre_tokenize_str(word)[0][0]
-        for at in range(1, len(text)):
-            if text[: at + 1] not in vocab:
-                merges.append((text[:at], text[at]))
-                vocab[text[: at + 1]] = len(vocab)
-    made = Tokenizer(inner_models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))
-    made.normalizer = normalizers.NFC() if nfc else None
-    steps = [
-        pre_tokenizers.Digits(individual_digits=True) if pattern == vocabulary.DIGITS
-        else pre_tokenizers.Split(__import__("tokenizers").Regex(pattern), "isolated")
-        for pattern in patterns if pattern != vocabulary.GPT2
-    ]  # fmt: skip
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=vocabulary.GPT2 in patterns)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([*extra])
-    made.add_tokens(["<think>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=extra[-1], pad_token=extra[0], chat_template=TEMPLATE
-    )
-
-
-def sentencepiece(prefix=False, words=("▁the", "▁and", "ing", "▁▁", "日本", "é")):
-    """BPE with bytes as SentencePiece makes it, of Llama 2 with a space first, or of Gemma."""
-    vocab = {name: i for i, name in enumerate(("<unk>", "<s>", "</s>"))}
-    vocab |= {f"<0x{i:02X}>": len(vocab) + i for i in range(256)}
-    whole = dict.fromkeys(c for word in words for c in word) | dict.fromkeys("abcdefghijklmnopqrstuvwxyz0123456789.,")
-    vocab |= {c: len(vocab) + i for i, c in enumerate(whole)}
-    scores = [-1000.0] * len(vocab)
-    for word in words:
-        for at in range(1, len(word)):
-            if word[: at + 1] not in vocab:
-                vocab[word[: at + 1]] = len(vocab)
-                scores.append(-float(len(scores)))
-    special = {"<unk>", "<s>", "</s>"}
-    merges = vocabulary.merges_of({text: id for text, id in vocab.items() if text not in special}, scores)
-    made = Tokenizer(inner_models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    replace = normalizers.Replace(" ", "▁")
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
-    )
-
-
-def model(path: Path, name: str, dtype=None, tokens=None, **changes) -> Path:
-    """A random model of a family of FAMILIES in a folder."""
-    tokens = tokens or byte_level()
-    source = {**SIZES, "model_type": name.split()[0], "eos_token_id": tokens.eos_token_id, **FAMILIES[name], **changes}
-    config = models.config_from_hf({"vocab_size": -(-len(tokens) // 32) * 32, **source})
-    return hf.save(path, config, tiny.weights(models.table(config), 0.1), dtype, tokenizer=tokens)
+from areax.adapters import gguf, hf, safetensors, tokenizer
+from areax.adapters.commands import check, convert
+from areax.adapters.gguf import container, tokenizer_files, tokenizer_metadata, vocabulary
+from areax.adapters.runtime import hub
 
 
 def there_and_back(path: Path, kind: str) -> Path:
@@ -120,7 +28,12 @@ def there_and_back(path: Path, kind: str) -> Path:
     return back
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+SLOW = {"qwen2"}  # its tokenizer imports torch
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAMILIES]
+)
 def test_a_model_comes_back_as_it_was(tmp_path, name):
     path = model(tmp_path / "model", name)
     back = there_and_back(path, "f32")
@@ -145,3 +58,283 @@ def test_16_bits_come_back_as_they_were(tmp_path, kind, dtype):
     back = there_and_back(path, kind)
     one, other = (safetensors.read(folder) for folder in (path, back))
     assert all(np.array_equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_blocks_are_those_of_the_library(tmp_path, kind):
+    path = model(tmp_path / "model", "qwen3_moe", moe_intermediate_size=48)  # experts' last axes: 64 and 48
+    file = tmp_path / "x.gguf"
+    convert.convert(path, file, gguf_kind=kind)
+    weights, stored = safetensors.read(path), {tensor.name: tensor for tensor in library.GGUFReader(file).tensors}
+    type_ = library.GGMLQuantizationType[kind.upper()]
+    wanted = library.quants.quantize(np.array(weights["model.layers.1.self_attn.q_proj.weight"]), type_)
+    assert np.array_equal(stored["blk.1.attn_q.weight"].data, wanted)
+    up = [np.array(weights[f"model.layers.1.mlp.experts.{e}.up_proj.weight"]) for e in range(4)]
+    assert np.array_equal(stored["blk.1.ffn_up_exps.weight"].data, library.quants.quantize(np.stack(up), type_))
+    types = {name: tensor.tensor_type.name for name, tensor in stored.items()}
+    assert types["output.weight"] == "Q8_0" and types["token_embd.weight"] == kind.upper()
+    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
+    assert types["blk.0.ffn_down_exps.weight"] == "F16"  # 48 is no multiple of 32
+    convert.convert(file, tmp_path / "back", "float32")
+    back = safetensors.read(tmp_path / "back")["model.layers.1.self_attn.q_proj.weight"]
+    assert np.array_equal(back, library.quants.dequantize(wanted, type_))
+
+
+@pytest.mark.parametrize("type_", [t.name for t in library.quants._type_traits])
+def test_every_type_is_dequantised(tmp_path, type_):
+    rng, kind = np.random.default_rng(0), library.GGMLQuantizationType[type_]
+    block, size = library.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 60, (3, 2 * size), np.uint8)
+    writer = library.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("x", raw, raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    x = container.read(tmp_path / "x.gguf").tensors["x"]
+    assert x.shape == (3, 2 * block)
+    np.testing.assert_array_equal(x[...].astype(np.float32), library.quants.dequantize(raw, kind))
+
+
+TEXTS = (
+    "the thing and",
+    "  a  b\n\n\tc 12345",
+    "é日本語 😀👍🏽 I'm",
+    "<|im_start|>the<|im_end|> <think>x",
+    "",
+    " ",
+    "<s>a</s>",
+)
+
+
+@pytest.mark.parametrize("pre", dict.fromkeys(vocabulary.SPLITS[name] for name in vocabulary.SPLITS))
+def test_a_byte_level_tokenizer_comes_back(tmp_path, pre):
+    name = next(name for name, split in vocabulary.SPLITS.items() if split == pre)
+    tokens = byte_level(name)
+    values, _ = tokenizer_metadata.metadata(tokens, 320, [])
+    assert values["tokenizer.ggml.pre"] == name
+    assert_same_tokenizer(there_and_back(model(tmp_path / "model", "qwen3", tokens=tokens), "f16"), tokens)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_sentencepiece_tokenizer_comes_back(tmp_path, prefix):
+    tokens = sentencepiece(prefix)
+    back = there_and_back(model(tmp_path / "model", "gemma3_text", tokens=tokens), "f16")
+    assert_same_tokenizer(back, tokens)
+    made, whole = (json.loads(one.backend_tokenizer.to_str()) for one in (tokenizer.load(back), tokens))
+    assert made["model"] == whole["model"] and made["normalizer"] == whole["normalizer"]
+
+
+def assert_same_tokenizer(folder, tokens):
+    back = tokenizer.load(folder)
+    for text in TEXTS:
+        assert back.encode(text) == tokens.encode(text), text
+        assert back.decode(back.encode(text)) == tokens.decode(tokens.encode(text))
+    for name in ("bos", "eos", "pad", "unk"):
+        if getattr(tokens, f"{name}_token_id") is not None:
+            assert getattr(back, f"{name}_token_id") == getattr(tokens, f"{name}_token_id")
+    flags = lambda one: {id: token.special for id, token in one.added_tokens_decoder.items()}
+    assert flags(back) == flags(tokens)
+    assert back.chat_template == tokens.chat_template
+
+
+def test_chat_templates_and_ends_come_back(tmp_path):
+    tokens = byte_level()
+    tokens.chat_template = {"default": "a", "tool_use": "b"}
+    tokens.bos_token = "<|im_start|>"
+    path = model(tmp_path / "model", "qwen3", tokens=tokens, eos_token_id=[258, 256])
+    back = there_and_back(path, "f16")
+    assert tokenizer.load(back).chat_template == {"default": "a", "tool_use": "b"}
+    assert set(hf.read_config(back).eos) == set(hf.read_config(path).eos) > {258, 256}
+    assert json.loads((back / "generation_config.json").read_text())["eos_token_id"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """(bytes of a good file, its path)."""
+    folder = tmp_path_factory.mktemp("small")
+    path = model(folder / "model", "qwen3", num_hidden_layers=1)
+    convert.convert(path, folder / "x.gguf", gguf_kind="q8_0")
+    return (folder / "x.gguf").read_bytes(), folder / "x.gguf"
+
+
+def test_a_truncated_file_is_refused(small, tmp_path):
+    data, _ = small
+    for size in [*range(0, 4000, 97), *range(4000, len(data), 4999), len(data) - 40]:
+        (tmp_path / "x.gguf").write_bytes(data[:size])
+        with pytest.raises(ValueError, match=r"x\.gguf: (half-written or damaged|a GGUF file must begin)"):
+            gguf.opened(tmp_path / "x.gguf")
+
+
+def test_damaged_bytes_do_not_crash(small, tmp_path):
+    data, rng = small[0], np.random.default_rng(0)
+    start = data.index(b"output.weight") - 5000
+    for _ in range(200):
+        changed = bytearray(data)
+        for at in (*rng.integers(0, 600, 2), *rng.integers(start, start + 6000, 2)):
+            changed[at] = rng.integers(0, 256)
+        (tmp_path / "x.gguf").write_bytes(changed)
+        try:
+            file, config, tensors = gguf.opened(tmp_path / "x.gguf")
+        except ValueError as error:
+            assert "\n" not in str(error) and "x.gguf" in str(error)
+
+
+def number(data: bytes, key: bytes, value: int, form: str = "<I") -> bytes:
+    """The file with a number behind a key, and its type, replaced."""
+    at = data.index(key) + len(key) + 4
+    return data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda d: b"GGML" + d[4:], "must begin with GGUF"),
+        (lambda d: d[:4] + struct.pack(">I", 3) + d[8:], "big-endian"),
+        (lambda d: d[:4] + struct.pack("<I", 1) + d[8:], "version must be one of"),
+        (lambda d: d[:8] + struct.pack("<Q", 1 << 60) + d[16:], "half-written or damaged"),
+        (lambda d: d[:16] + struct.pack("<Q", 1 << 60) + d[24:], "half-written or damaged"),
+        (lambda d: d.replace(b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0qwen3",
+                             b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba"), "architecture must be one of"),
+        (lambda d: number(d, b"tokenizer.ggml.tokens", 1 << 50, "<4xQ"), "half-written or damaged"),
+        (lambda d: number(d, b"qwen3.block_count", 2), "missing model.layers.1."),
+        (lambda d: number(d, b"qwen3.embedding_length", 128), "must be"),
+        (lambda d: number(d, b"qwen3.block_count", 0), "must be one number above 0"),
+        (lambda d: number(d, b"qwen3.attention.value_length", 7), "as long as what rotates"),
+        (lambda d: d.replace(b"qwen3.rope.freq_base", b"qwen3.rope.freq_bose"), "freq_bose is not implemented"),
+        (lambda d: d.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "blk.0.attn_x.weight is no tensor"),
+        (lambda d: d.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "is there twice"),
+        (lambda d: d.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0other"), "pre must be one of"),
+        (lambda d: number(d, b"tokenizer.ggml.eos_token_id", 1 << 20), "must be below"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_refused(small, tmp_path, change, message):
+    data, _ = small
+    changed = change(data)
+    assert changed != data
+    (tmp_path / "x.gguf").write_bytes(changed)
+    with pytest.raises(ValueError, match=message) as found:
+        convert.convert(tmp_path / "x.gguf", tmp_path / "out")
+    assert "\n" not in str(found.value) and not (tmp_path / "out").exists()
+
+
+def test_an_offset_beyond_the_file_is_refused(small, tmp_path):
+    data, _ = small
+    at = data.index(b"output.weight") + len(b"output.weight") + 4 + 16 + 4
+    for offset, message in ((1 << 62, "the file at"), (33, "at the offset 33"), (32, "overlap")):
+        (tmp_path / "x.gguf").write_bytes(data[:at] + struct.pack("<Q", offset) + data[at + 8 :])
+        with pytest.raises(ValueError, match=message):
+            container.read(tmp_path / "x.gguf")
+
+
+PLAIN = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": []}
+
+
+def test_a_part_of_a_file_and_a_template_with_a_path_are_refused(tmp_path):
+    for name, value, message in (
+        ("split.count", 3, "llama-gguf-split"),
+        ("tokenizer.chat_template./../x", "a", "plain"),
+    ):
+        writer = library.GGUFWriter(tmp_path / "x.gguf", "llama")
+        writer.add_uint32(name, value) if isinstance(value, int) else writer.add_string(name, value)
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_ti_data_to_file):
+            write()
+        writer.close()
+        with pytest.raises(ValueError, match=message):
+            file = container.read(tmp_path / "x.gguf")
+            file.metadata.update({f"tokenizer.ggml.{key}": value for key, value in PLAIN.items()})
+            file.metadata["tokenizer.chat_template"] = "a"
+            tokenizer_files.files(file, 1)
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("mistral", {"sliding_window": 64}, "without a sliding window, got one of 64"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob True alone, got False"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("gemma3_text", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 32 for granted"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "every fourth layer"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope of the kind dynamic"),
+    ],
+)
+def test_what_llama_cpp_computes_in_another_way_is_refused(tmp_path, name, changes, message):
+    path = model(tmp_path / "model", name, **changes)
+    with pytest.raises(ValueError, match=message):
+        convert.convert(path, tmp_path / "x.gguf", gguf_kind="f16")
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_families_tokenizers_and_options_that_do_not_fit_are_refused(tmp_path):
+    path = tiny.model(tmp_path / "characters")
+    with pytest.raises(ValueError, match="writes tokenizers of the kind BPE, got WordLevel"):
+        convert.convert(path, tmp_path / "x.gguf", gguf_kind="f16")
+    seed = tiny.model(tmp_path / "seed", model_type="seed_oss")
+    with pytest.raises(ValueError, match="--gguf writes models of llama, .*, got seed_oss"):
+        convert.convert(seed, tmp_path / "x.gguf", gguf_kind="f16")
+    with pytest.raises(ValueError, match="--gguf must be one of f32, f16, bf16, q8_0, q4_0, got 'q5_1'"):
+        convert.convert(path, tmp_path / "x.gguf", gguf_kind="q5_1")
+    with pytest.raises(ValueError, match="--gguf says itself how weights are stored"):
+        convert.convert(path, tmp_path / "x.gguf", "float16", gguf_kind="f16")
+    tokens = byte_level()
+    tokens.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(ValueError, match="does not change texts by"):
+        tokenizer_metadata.metadata(tokens, 320, [])
+    with pytest.raises(ValueError, match="at most 256 ids"):
+        tokenizer_metadata.metadata(byte_level(), 256, [])
+    with pytest.raises(ValueError, match="needs a tokenizer with merges"):
+        tokenizer_metadata.metadata(tokenizer.byte_level(), 320, [])
+
+
+def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
+    path = model(tmp_path / "model", "qwen3")
+    held = {name: np.array(x) for name, x in safetensors.read(path).items()}
+    held["model.layers.0.self_attn.q_proj.weight"][0, 0] = 1e5
+    (path / "manifest.json").unlink()
+    safetensors.write(path, held, held.values())
+    with pytest.raises(ValueError, match="blk.0.attn_q.weight has 1e\\+05, more than float16 holds; use --gguf bf16"):
+        convert.convert(path, tmp_path / "x.gguf", gguf_kind="f16")
+    assert [*tmp_path.iterdir()] == [path]
+    convert.convert(path, tmp_path / "x.gguf", gguf_kind="bf16")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    path = model(tmp_path / "model", "qwen3")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="x.gguf"):
+            convert.convert(path, tmp_path / "x.gguf", gguf_kind="f32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_is_a_model_everywhere(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data, _ = small
+    (tmp_path / "x.gguf").write_bytes(data)
+    folder = Path(hub.folder(tmp_path / "x.gguf", weights=True))
+    assert folder.parent == tmp_path / "areax" / "gguf"
+    assert check.check(tmp_path / "x.gguf")["ok"]
+    assert tokenizer.load(tmp_path / "x.gguf").encode("the") == byte_level().encode("the")
+    config, params = hf.load(folder)
+    assert config.family == "qwen3" and str(params["embed"].dtype) == "float32"
+    before = (folder / "config.json").stat().st_ino
+    assert hub.folder(str(tmp_path / "x.gguf")) == str(folder)
+    assert (folder / "config.json").stat().st_ino == before
+    (tmp_path / "x.gguf").write_bytes(data + b"\0" * 32)
+    hub.folder(tmp_path / "x.gguf")
+    assert (folder / "config.json").stat().st_ino != before
+    (tmp_path / "x.gguf").write_bytes(data[:5000])
+    with pytest.raises(ValueError, match="half-written"):
+        hub.folder(tmp_path / "x.gguf")
+    assert [path.name for path in folder.parent.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"install areax\[gguf\]"):
+        container.read(tmp_path / "x.gguf")

@@ -64,12 +64,12 @@ def metadata(tokenizer: Any, vocab: int, ends: Sequence[int]) -> tuple[dict[str,
         raise ValueError(f"convert: --gguf needs tokens other than {PADDING.format('N')}")
     splits = vocabulary.flat(made["pre_tokenizer"], "pretokenizers")
     byte_level = any(part["type"] == "ByteLevel" for part in splits)
-    kind, warnings = (_bpe(made, splits), []) if byte_level else _sentencepiece(made, splits, ids, tokens, types)
+    kind, warnings = _bpe(made, splits) if byte_level else _sentencepiece(made, splits, ids, tokens, types)
     out: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": types} | kind
     return out | _special(tokenizer, ends) | _templates(tokenizer), warnings
 
 
-def _bpe(made: dict, splits: list[dict]) -> dict[str, Any]:
+def _bpe(made: dict, splits: list[dict]) -> tuple[dict[str, Any], list[str]]:
     """Byte-level BPE: its merges, and the name of how it splits texts."""
     model, parts = made["model"], []
     for part in splits:
@@ -94,9 +94,10 @@ def _bpe(made: dict, splits: list[dict]) -> dict[str, Any]:
             f"convert: llama.cpp is not known to split texts by {' then '.join(parts) or 'nothing'!r:.200}"
             f"{', keeping words that are tokens,' if whole else ''}; leave --gguf out"
         )
-    return {
-        f"{KEY}model": BPE, f"{KEY}pre": found[0], f"{KEY}merges": [" ".join(pair) for pair in merges],
-    }  # fmt: skip
+    marks = found[0] in vocabulary.MARKS
+    warnings = ["llama.cpp splits words with combining marks, as in Hindi and Thai, in another way"] if marks else []
+    values = {f"{KEY}model": BPE, f"{KEY}pre": found[0], f"{KEY}merges": [" ".join(pair) for pair in merges]}
+    return values, warnings
 
 
 def _sentencepiece(

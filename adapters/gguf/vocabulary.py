@@ -43,6 +43,7 @@ SPLITS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     "gpt-4o": ((_GPT4O,), False, False),
     "llama4": ((_GPT4O,), False, True),
 }
+MARKS = ("tekken", "gpt-4o", "llama4")  # llama.cpp's patterns of these have no \p{M}
 SPLITS |= dict.fromkeys(("deepseek-r1-qwen",), SPLITS["qwen2"])
 SPLITS |= dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), SPLITS["llama-bpe"])
 SPLITS |= dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), SPLITS["dbrx"])

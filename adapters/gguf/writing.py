@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .. import safetensors
 from . import families, options, reading, tokenizer_metadata
 from .container import library
 from .families import FREQUENCIES, HEAD, ROUTER, SHARED_GATE, Family
@@ -55,24 +55,26 @@ def write(
     general["general.file_type"] = int(gguf.LlamaFileType[KINDS[kind]])
     for key, value in (general | values | tokens).items():
         _add(writer, key, value)
-    extra = {} if divisors is None else {f"{FREQUENCIES}.weight": (divisors.shape, "F32")}
-    for name, (shape, type_) in (extra | places).items():
+    if divisors is not None:
+        places = {f"{FREQUENCIES}.weight": (divisors.shape, "F32")} | places
+    for name, (shape, type_) in places.items():
         row = gguf.quants.quant_shape_to_byte_shape(shape, gguf.GGMLQuantizationType[type_])
         writer.add_tensor_info(name, row, np.dtype(np.uint8), int(np.prod(row)), gguf.GGMLQuantizationType[type_])
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _named(path):
+        with safetensors.named(path):
             try:
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
                 writer.write_ti_data_to_file()
-                if divisors is not None:
-                    writer.write_tensor_data(divisors.view(np.uint8))
-                for name, x in _joined(family, specs, arrays, settings):
-                    writer.write_tensor_data(_encoded(gguf, name, x, places[name][1]))
-                for file in writer.fout or ():
-                    file.flush()
-                    os.fsync(file.fileno())
+                [file] = writer.fout
+                first = [] if divisors is None else [(f"{FREQUENCIES}.weight", divisors)]
+                for name, x in itertools.chain(first, _joined(family, specs, arrays, settings)):
+                    writer.write_padding(file, file.tell())  # the library's own writer of tensors hides what went wrong
+                    file.write(_encoded(gguf, name, x, places[name][1]))
+                writer.write_padding(file, file.tell())
+                file.flush()
+                os.fsync(file.fileno())
             finally:
                 writer.close()
         os.replace(temporary, path)
@@ -120,14 +122,13 @@ def _joined(
         yield there, parts[0] if expert is None else np.stack(parts)
 
 
-def _encoded(gguf: Any, name: str, x: np.ndarray, type_: str) -> np.ndarray:
+def _encoded(gguf: Any, name: str, x: np.ndarray, type_: str) -> memoryview:
     """The bytes of an array in a type."""
     if type_ == "BF16":
-        return np.ascontiguousarray(x.astype(ml_dtypes.bfloat16)).view(np.uint8)
+        return safetensors.raw(x.astype(ml_dtypes.bfloat16))
     if type_ != "F32" and (largest := float(np.abs(x).max())) > LARGEST:
         raise ValueError(f"convert: {name} has {largest:.3g}, more than float16 holds; use --gguf bf16")
-    quantised = gguf.quants.quantize(np.ascontiguousarray(x), gguf.GGMLQuantizationType[type_])
-    return np.ascontiguousarray(quantised).view(np.uint8)
+    return safetensors.raw(gguf.quants.quantize(np.ascontiguousarray(x), gguf.GGMLQuantizationType[type_]))
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -141,14 +142,3 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Gives an error of writing the file's name, which that of a full disk lacks."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.strerror:
-            error.filename = os.fspath(path)
-        raise

@@ -1,5 +1,7 @@
 """What llama.cpp says of GGUF files, in an environment of its own: python judge.py JOBS.json > ANSWERS.json
 
+A job with {"source", "kind"} first makes the file `path` of the file `source`, by llama.cpp's own quantiser.
+
 A job is {"path", "prompts": [ids], "new": tokens, "score": [ids], "texts": [str], "chats": [messages]}; its answer has
 greedy continuations, the log-probability of each token of `score` behind the first, ids of texts, and rendered chats.
 """
@@ -12,7 +14,15 @@ import numpy as np
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 
+def quantise(job):
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.pure = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{job['kind']}"), job["pure"]
+    assert llama_cpp.llama_model_quantize(job["source"].encode(), job["path"].encode(), params) == 0
+
+
 def judge(job):
+    if "source" in job:
+        quantise(job)
     model = llama_cpp.Llama(job["path"], n_ctx=512, n_batch=1, logits_all=True, verbose=False, n_threads=2)
     answer = {"greedy": [], "logps": [], "ids": [], "chats": []}
     for ids in job.get("prompts", ()):
@@ -29,7 +39,8 @@ def judge(job):
     for text in job.get("texts", ()):
         answer["ids"].append(model.tokenize(text.encode(), add_bos=True, special=True))
     data = model.metadata
-    text = lambda name: model._model.token_get_text(int(data.get(f"tokenizer.ggml.{name}_token_id", -1)))
+    ids = {name: data.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    text = lambda name: model._model.token_get_text(int(ids[name])) if ids[name] else ""
     for messages in job.get("chats", ()):
         render = Jinja2ChatFormatter(data["tokenizer.chat_template"], text("eos"), text("bos"))
         answer["chats"].append(render(messages=messages).prompt)
