@@ -18,7 +18,7 @@ import jax
 from areax.adapters.data import images
 from areax.core import losses
 from areax.models import frozen as teacher
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, teachers
 from areax.rollout import client
 from areax.rollout.processes import keys
 from areax.rollout.types import Sample
@@ -101,7 +101,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
         balance=config.balance,
         adapters=config.lora, frozen=local[1:] if local else (), seed=config.seed,
     )  # fmt: skip
-    with served_teachers(config, settings.vocab) as annotate:
+    with served_teachers(config, tokens, settings.vocab) as annotate:
         return offline.fit(
             "distill", config, mesh, own, prompts, heldout, samples=lambda rows: annotate(samples(rows)), tokens=tokens,
             began=began, teachers=local[:1] if local else (), quiet=quiet,
@@ -132,22 +132,18 @@ def check(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def served_teachers(config: Config, vocabulary: int) -> Iterator[Callable[[list[Sample]], list[Sample]]]:
-    """Yields a function that adds the log-probabilities of `config.teachers` to samples; without any, the identity."""
-    urls = served.named(config.teachers)
-    if not urls:
+def served_teachers(config: Config, tokens, vocabulary: int) -> Iterator[Callable[[list[Sample]], list[Sample]]]:
+    """Yields a function that adds the log-probabilities of `config.teachers` to samples; without any, the identity.
+
+    Args:
+      tokens, vocabulary: the student's tokenizer and the size of its vocabulary.
+    """
+    if not config.teachers:
         yield lambda samples: samples
         return
     stack = contextlib.AsyncExitStack()
-
-    async def connect():
-        return {
-            name: await stack.enter_async_context(client.connect(own, key_variable=served.KEY))
-            for name, own in urls.items()
-        }
-
     with asyncio.Runner() as runner:
-        fleets = runner.run(connect())
+        fleets = runner.run(stack.enter_async_context(teachers.connected(config.teachers, tokens)))
 
         def annotate(samples: list[Sample]) -> list[Sample]:
             top_k = config.objective.top_k

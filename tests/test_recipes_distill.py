@@ -1,5 +1,6 @@
 """Distillation from files to files: the student comes to say what its teacher says, resumes, and says what is wrong."""
 
+import asyncio
 import http.server
 import itertools
 import threading
@@ -8,6 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import scripted
 import servers
 import tiny
 
@@ -18,6 +20,7 @@ from areax.core.optim import Optimizer
 from areax.models import Run
 from areax.parallel.mesh import Layout
 from areax.recipes import distill
+from areax.recipes.shared import teachers
 from areax.rollout.tasks import arithmetic
 
 
@@ -91,10 +94,45 @@ def test_teachers_get_their_own_key(place, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         asked = config(place, "refused", teacher="", teachers=(f"http://127.0.0.1:{server.server_port}",))
         with pytest.raises(ValueError, match="HTTP 401: the key is wrong; set AREAX_TEACHER_KEY to the right one"):
-            with distill.served_teachers(asked, 10):
+            with distill.served_teachers(asked, None, 10):
                 pass
         server.shutdown()
     assert given == ["Bearer the teacher's"]
+
+
+@pytest.mark.slow
+def test_served_teachers_of_other_tokenizers_are_refused(place, tmp_path, capsys):
+    """The embedded server, asked by students with its tokenizer, another of the same size, and a larger one."""
+    own = tokenizer.load(place / "teacher")
+
+    def meets(tokens):
+        asked = config(place, "other", teacher="", teachers=(remote.url,))
+        with distill.served_teachers(asked, tokens, 32):
+            pass
+
+    with servers.embedded(place / "teacher", slots=2, context=64) as remote:
+        meets(own)
+        other = tokenizer.character("0123456789*")
+        assert len(other) == len(own)
+        with pytest.raises(
+            ValueError,
+            match=r"--teachers http.*: must have the student's tokenizer, got '.' for token .* instead of '.'",
+        ):
+            meets(other)
+        with pytest.raises(ValueError, match="must have the student's tokenizer, got .*must be numbers from 0 to"):
+            meets(tokenizer.byte_level())
+    assert not capsys.readouterr().err
+
+
+def test_a_served_teacher_that_reports_no_texts_is_named(place, capsys):
+    async def main():
+        async with scripted.serving() as state:
+            async with teachers.connected((state.url,), tokenizer.load(place / "student")) as fleets:
+                assert list(fleets) == [""]
+
+    asyncio.run(main())
+    said = capsys.readouterr().err
+    assert "whether it has the student's tokenizer is not checked (" in said and said.count("\n") == 1
 
 
 @pytest.mark.mesh

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from areax.adapters.command_line.options import json_object
-from areax.recipes.shared import evaluation
+from areax.recipes.shared import evaluation, teachers
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.chat import images
@@ -45,9 +45,9 @@ class Episodes:
 
 def check_keys(serving: Serving, training: Training) -> None:
     """Raises ValueError if a server, a stager or a teacher refuses its key, before anything is loaded."""
-    teachers = itertools.chain(*teacher.named(training.teachers).values())
     asyncio.run(client.check_keys(serving.servers, serving.stagers))
-    asyncio.run(client.check_keys(teachers, key_variable=teacher.KEY))
+    asked = itertools.chain(*teacher.named(training.teachers).values())
+    asyncio.run(client.check_keys(asked, key_variable=teacher.KEY))
 
 
 @contextlib.asynccontextmanager
@@ -79,10 +79,7 @@ async def opened(
         if rollout.episode_timeout_s:
             train = functools.partial(timed, train, rollout.episode_timeout_s)
         if training.teachers:
-            fleets = {
-                name: await enter(client.connect(own, key_variable=teacher.KEY))
-                for name, own in teacher.named(training.teachers).items()
-            }
+            fleets = await enter(teachers.connected(training.teachers, tokens))
             top_k = training.distill.top_k if training.distill_coef else 0
             annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
             train = functools.partial(teacher.taught, train, annotate)

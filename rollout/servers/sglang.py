@@ -267,6 +267,19 @@ class SGLang(Endpoint):
         answer = await self.call("POST", "/generate", body, timeout_s=timeout_s)
         return self._part(answer, generated=False)
 
+    async def texts(self, tokens: Sequence[int], *, timeout_s: float = 60.0) -> list[str]:
+        """The text of each token by itself, for the server's tokenizer.
+
+        Raises:
+          ValueError: the server has no tokenizer, or a smaller one.
+          ServerError: as `Endpoint.call`; an answer that is not one text for each token.
+        """
+        body = {"tokens": [[int(token)] for token in tokens], "skip_special_tokens": False}
+        texts = (await self.call("POST", "/detokenize", body, timeout_s=timeout_s)).get("text")
+        if not (isinstance(texts, list) and len(texts) == len(tokens) and all(isinstance(x, str) for x in texts)):
+            raise ServerError(f"{self.url}/detokenize: must return a text for each of {len(tokens)} tokens")
+        return texts
+
     def _part(self, answer: Mapping[str, Any], experts_per_token: int = 0, *, generated: bool = True) -> Part:
         try:
             return _parse(answer, experts_per_token, generated)
