@@ -16,6 +16,9 @@ from areax import models
 from areax.adapters import hf
 from areax.core import packing, param
 from areax.models import paging
+from areax.models.layers import blocked
+from areax.models.layers.blocked import Blocked
+from areax.models.layers.linear import Transposed
 from areax.rollout.engine import in_process
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.programs import pool, staging
@@ -197,8 +200,44 @@ def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
     layers = staging.stage({**top, "stacks": [stack]}, table, jax.sharding.Mesh(np.array(jax.devices()[0]), ()))[
         "layers"
     ]
-    assert [layer["router"].weight.shape for layer in layers] == [(4, 3)] * 2
+    turned = Blocked if blocked.ready() else Transposed
+    assert [type(layer["router"]) for layer in layers] == [turned] * 2
     assert [layer["expert_up_bias"].shape for layer in layers] == [(3, 5)] * 2
+
+
+SIZES = dict(slots=4, context=160, steps=4)
+
+
+def asked(n=9):
+    sampling = Sampling(0.7, max_new_tokens=n, ignore_eos=True, seed=3)
+    return [Request(str(i), p, sampling, input_logprobs_from=0) for i, p in enumerate(prompts(4, (5, 20)))]
+
+
+def test_without_a_compiler_xla_multiplies(monkeypatch):
+    config, params = model("qwen3")
+    with Engine(config, params, **SIZES) as engine:
+        assert isinstance(engine.weights["head"], Blocked)
+        fast = engine.generate(asked())
+    monkeypatch.setattr(blocked, "ready", lambda: False)
+    with Engine(config, params, **SIZES) as engine:
+        assert isinstance(engine.weights["head"], Transposed)
+        for one, other in zip(fast, engine.generate(asked()), strict=True):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.logp, other.logp, atol=1e-5)
+            np.testing.assert_allclose(one.input_logp[1:], other.input_logp[1:], atol=1e-5)
+
+
+def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32():
+    config, params = model("qwen3")
+    params = jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), params)
+    with Engine(config, params, **SIZES) as engine:
+        assert engine.weights["layers"][0]["q"].weight.dtype == jnp.bfloat16
+        narrow = engine.generate(asked())
+        is_leaf = lambda w: isinstance(w, Blocked)
+        widened = lambda w: dataclasses.replace(w, weight=w.weight.astype(jnp.float32)) if is_leaf(w) else w
+        engine.swap(jax.tree.map(widened, engine.weights, is_leaf=is_leaf), "in fp32")
+        for one, other in zip(narrow, engine.generate(asked()), strict=True):
+            assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
 
 
 LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, and a partial one over several cache chunks

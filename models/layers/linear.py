@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from ...core.param import LoRAWeight
 from ...parallel import mesh
+from . import blocked
+from .blocked import Blocked
 
 WIDE = 512  # least size of both axes of a weight for `_wide_product`; narrower ones lose more by transposing
 
@@ -51,7 +53,9 @@ def linear(x, w, bias=None):
         change = jnp.einsum("BTR,BOR->BTO", within, w.b[w.index])
         return jnp.where((w.index > 0)[:, None, None], plain + change.astype(plain.dtype), plain)
     flat = x if mesh.size("cp") > 1 else x.reshape(-1, x.shape[-1])
-    if isinstance(w, Transposed):
+    if isinstance(w, Blocked):
+        y = blocked.product(flat.astype(jnp.float32), w).astype(x.dtype)
+    elif isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)
     else:
         wide = flat.ndim == 2 and min(w.shape) >= WIDE and jax.default_backend() == "cpu"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
+from ....models.layers import blocked
 from .. import grammar
 from . import attention, drafts, mtp_drafts, penalties, pool, sampling, states
 from .prefill import routed
@@ -100,7 +101,7 @@ def decode(
             draft_SD = jnp.where((active_S & ~grammar_S & ~penalised_S)[:, None], draft_SD, -1)
         token_SQ = jnp.concatenate([token_S[:, None], jnp.maximum(draft_SD, 0)], 1)
         where = position_S, active_S, table_KSX
-        made = forward(weights, held, token_SQ, *where, config, of_layer, shift_S)
+        made = forward(blocked.of_rows(weights, each(active_S)), held, token_SQ, *where, config, of_layer, shift_S)
         logits_RV, hidden_SQD, held, after, routed_SQLK = made
         index_SQ = position_S[:, None] + 1 + jnp.arange(Q)[None]
         banned_SQE = jnp.where((index_SQ < column["least"][:, None])[..., None], stop_SE[:, None], V)

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from ....models import mtp
 from ....models import transformer as models
 from ....models.layer import mixers
+from ....models.layers import blocked
+from ....models.layers.blocked import Blocked
 from . import attention, pool, sampling
 
 
@@ -36,8 +38,10 @@ def forgotten(draft_SD, slot):
 
 def logits(weights, hidden, config):
     """The logits f32[R, V] of the token after each of the hidden states behind the last norm."""
-    hidden_RD = hidden.reshape(-1, hidden.shape[-1])
-    return models.logits(jnp.dot(hidden_RD, weights["head"].weight, preferred_element_type=jnp.float32), config)
+    hidden_RD, head = hidden.reshape(-1, hidden.shape[-1]), weights["head"]
+    if isinstance(head, Blocked):
+        return models.logits(blocked.product(hidden_RD, head), config)
+    return models.logits(jnp.dot(hidden_RD, head.weight, preferred_element_type=jnp.float32), config)
 
 
 def draft(weights, held, hidden_SQD, new_SQ, count_S, position_S, active_S, table_SX, controls, config, shift_S=None):

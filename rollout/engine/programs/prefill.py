@@ -9,7 +9,9 @@ from ....core import logprobs
 from ....models import mtp, vision
 from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
-from . import attention, pool, states
+from ....models.layers import blocked
+from ....models.layers.blocked import Blocked
+from . import attention, mtp_drafts, pool, states
 from .staging import with_adapters
 
 TOKENS, ON_CPUS = 4096, 256  # tokens per program
@@ -52,6 +54,7 @@ def prefill(
     """
     module = models.family(config)
     R, T = token_RT.shape
+    weights = blocked.of_rows(weights, (jnp.arange(T)[None] < length_R[:, None]).reshape(-1))
     position_RT = start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     active_R = length_R > 0
     mixer = mixers(config.records, position_RT, seen and seen.position_3RT, jnp.repeat(total_R[:, None], T, 1))
@@ -116,8 +119,13 @@ def routed(reports):
 def scores(weights, hidden_RTD, row, target_T, *, config, top: int):
     """Log-probability (nats, temperature 1) of each target of one row, and the `top` likeliest (logp, id) or None."""
     likeliest = (lambda logits_CV, *_: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
-    head_VD = weights["head"].weight.T
-    logits = (functools.partial(models.logits, config=config),)
-    made = logprobs.from_hidden(hidden_RTD[row], head_VD, target_T, per_chunk=likeliest, logits=logits)
-    logp_T, _, lse_T, best = made
+    if isinstance(weights["head"], Blocked):
+        logits_TV = mtp_drafts.logits(weights, hidden_RTD[row], config)
+        logp_T, _, lse_T = logprobs.from_logits(logits_TV, target_T)
+        best = likeliest(logits_TV) if likeliest else None
+    else:
+        head_VD = weights["head"].weight.T
+        logits = (functools.partial(models.logits, config=config),)
+        made = logprobs.from_hidden(hidden_RTD[row], head_VD, target_T, per_chunk=likeliest, logits=logits)
+        logp_T, _, lse_T, best = made
     return pool.replicated((logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])))

@@ -4,30 +4,35 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ....adapters import hf
 from ....core import param
+from ....models.layers import blocked
+from ....models.layers.blocked import Blocked
 from ....models.layers.linear import MultiLoRAWeight, Transposed
 from ....parallel import rules, transfer, turns
 
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
+APART = "kv_up"  # whose parts are multiplied by themselves (`latent`)
 
 
 def stage(params, table: param.Table, mesh):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
-    over tp by the rules of training, experts over ep.
+    over tp by the rules of training, experts over ep; on one CPU matrices are in `blocked.blocks`.
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
     `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device. On a mesh that
     spans processes they must be in host memory, and each process copies its parts, whatever the others do.
     """
     split = rules.of_params(table, mesh, rules.GENERATING)
-    top = lambda name, turned=False: _ready(_read(params[name])[()], split[name], turned)
+    head = "head" if "head" in params else "embed"
+    top = lambda name: _ready(_read(params[name])[()], split[name])
     return {
         "embed": top("embed"),
         "norm": top("norm"),
-        "head": Transposed(top("head" if "head" in params else "embed", True)),
+        "head": _matrix(_read(params[head])[()], split[head]),
         **{name: top(name) for name in params if name.startswith("per_layer_")},
         "layers": layers(params, table, mesh),
     }
@@ -39,7 +44,7 @@ def layers(params, table: param.Table, mesh) -> list[dict]:
 
     def one(name, w, sharding):
         turned = w.ndim == 2 and not name.endswith(KEPT)
-        return Transposed(_ready(w, sharding, True)) if turned else _ready(w, sharding)
+        return _matrix(w, sharding, name) if turned else _ready(w, sharding)
 
     def each(w, name, sharding):
         w, of_layer = _read(w), NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
@@ -50,6 +55,14 @@ def layers(params, table: param.Table, mesh) -> list[dict]:
         for i, stack in enumerate(params["stacks"])
     ]
     return [{name: each[place] for name, each in stacks[i].items()} for i, place in table.layers]
+
+
+def sums_alike(weights) -> bool:
+    """Whether products with these weights give a token the same bits whatever the number of others."""
+    is_leaf = lambda x: isinstance(x, Blocked | Transposed)
+    of_layers = jax.tree.leaves((weights["layers"], weights["head"]), is_leaf=is_leaf)
+    matrices = [w for w in of_layers if not isinstance(w, Blocked) and (is_leaf(w) or w.ndim > 2)]
+    return not matrices and not any(name.startswith("per_layer_") for name in weights)
 
 
 def whole(params, table: param.Table, mesh):
@@ -73,6 +86,24 @@ def _ready(w, sharding, turned=False):
     with turns.taken(mesh):
         w = transfer.between(w, sharding) if isinstance(w, jax.Array) else w
         return jax.block_until_ready(_copied(sharding, there, turned)(w))
+
+
+def _matrix(w, sharding, name=""):
+    """A matrix in the layout in which it decodes fastest."""
+    if sharding.mesh.size > 1 or w.dtype != np.float32 or name == APART or not blocked.ready():
+        return Transposed(_ready(w, sharding, True))
+    with turns.taken(sharding.mesh):
+        w = jax.device_put(w, sharding)
+        return jax.block_until_ready(_in_blocks(w.astype(jnp.bfloat16) if _is_bf16(w) else w))
+
+
+@jax.jit
+def _is_bf16(w):
+    """Whether bf16 has all of these numbers: checkpoints in bf16 are kept as they are, at half the size of fp32."""
+    return jnp.all(jax.lax.bitcast_convert_type(w, jnp.uint32) & 0xFFFF == 0)
+
+
+_in_blocks = jax.jit(blocked.blocks)
 
 
 @functools.cache

@@ -1,0 +1,236 @@
+// y = x w^T for few rows x[S, D], as a call of XLA on CPUs. Weights are read as they are kept, and widened to fp32.
+//
+// Weights lie in blocks of N outputs, [F / N, D, N], so that N neighbouring numbers belong to as many sums. Each sum is
+// over D in order, with a scale for each group of entries: its bits depend neither on S nor on threads.
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/c_api.h"
+
+#define N 32  // outputs of a block
+#if defined(__AVX512F__)
+#define LANES 16  // of a vector
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define WIDE (2 * LANES)  // outputs at a time
+#define SMALL (1 << 16)  // products that one thread computes sooner than others would come
+#define AHEAD 8192  // bytes that are fetched ahead: without, a core waits for memory
+
+typedef float f32 __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t i32 __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t u32 __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int16_t i16 __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint16_t u16 __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int8_t i8 __attribute__((vector_size(LANES), aligned(1)));
+typedef uint8_t u8 __attribute__((vector_size(LANES), aligned(1)));
+
+typedef struct {
+  const float *x, *scale;
+  const char *w;
+  float *y;
+  const int64_t *rows;      // those to compute
+  int64_t S, D, F, groups;  // their number; groups of a sum, each with a scale: 1 without scales
+} Product;
+
+static const float nf4[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+// LANES entries of row d of a block, widened, from output n on.
+
+static inline f32 wide_f32(const char *w, int64_t d, int n) { return *(const f32 *)(w + 4 * (d * N + n)); }
+
+static inline f32 wide_bf16(const char *w, int64_t d, int n) {
+  return (f32)(__builtin_convertvector(*(const u16 *)(w + 2 * (d * N + n)), u32) << 16);
+}
+
+static inline f32 wide_int8(const char *w, int64_t d, int n) {
+  const char *at = w + d * N + n;
+#if defined(__AVX512F__)
+  return (f32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+#elif defined(__AVX2__)
+  return (f32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+#else
+  i16 narrow = __builtin_convertvector(*(const i8 *)at, i16);
+  return __builtin_convertvector(__builtin_convertvector(narrow, i32), f32);
+#endif
+}
+
+static inline f32 wide_nf4(const char *w, int64_t d, int n) {  // two rows share bytes: the lower bits are the first's
+  const char *at = w + d / 2 * N + n;
+  const int shift = d % 2 * 4;
+#if defined(__AVX512F__)
+  __m512i code = _mm512_srli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)), shift);
+  return (f32)_mm512_permutexvar_ps(code, _mm512_loadu_ps(nf4));  // reads the lowest 4 bits
+#elif defined(__AVX2__)
+  __m256i code = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at)), shift);
+  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4), code);  // reads the lowest 3 bits
+  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4 + 8), code);
+  return (f32)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
+#else
+  f32 made;
+  for (int i = 0; i < LANES; i++) made[i] = nf4[(uint8_t)at[i] >> shift & 15];
+  return made;
+#endif
+}
+
+// T rows from row s of `rows` on, times WIDE outputs of a block, from output n on. Variables are named by row, so that compilers
+// keep sums in registers.
+
+#define EACH1(M) M(0)
+#define EACH2(M) EACH1(M) M(1)
+#define EACH4(M) EACH2(M) M(2) M(3)
+#define EACH8(M) EACH4(M) M(4) M(5) M(6) M(7)
+#define SUMS(t) f32 a##t = {0}, b##t = {0};
+#define PARTS(t) f32 p##t = {0}, q##t = {0};
+#define ROW(t) const float *x##t = p->x + p->rows[s + t] * D;
+#define ADD(t) p##t += x##t[d] * left, q##t += x##t[d] * right;
+#define SCALE(t) a##t += p##t * *(const f32 *)scale, b##t += q##t * *(const f32 *)(scale + LANES);
+#define TAKE(t) a##t = p##t, b##t = q##t;
+#define PUT(t) put(p->y + p->rows[s + t] * p->F + first, p->F - first, a##t, b##t);
+
+static inline void put(float *y, int64_t room, f32 a, f32 b) {
+  f32 both[2] = {a, b};
+  if (room > 0) memcpy(y, both, room < WIDE ? room * sizeof(float) : sizeof both);
+}
+
+#define ROWS(T, KIND, BITS)                                                              \
+  static void rows##T##_##KIND(const Product *p, int64_t block, int n, int64_t s) {      \
+    const int64_t D = p->D, size = D / p->groups, first = block * N + n;                 \
+    const float *scale = p->scale + block * p->groups * N + n;                           \
+    const char *w = p->w + block * (D * N * BITS / 8);                                   \
+    EACH##T(ROW) EACH##T(SUMS) for (int64_t g = 0; g < p->groups; g++, scale += N) {                  \
+      EACH##T(PARTS) for (int64_t d = g * size; d < (g + 1) * size; d++) {               \
+        __builtin_prefetch(w + d * N * BITS / 8 + AHEAD);                                \
+        if (BITS == 32) __builtin_prefetch(w + d * N * 4 + AHEAD + 64);                  \
+        f32 left = wide_##KIND(w, d, n), right = wide_##KIND(w, d, n + LANES);           \
+        EACH##T(ADD)                                                                     \
+      }                                                                                  \
+      if (p->scale) {                                                                    \
+        EACH##T(SCALE)                                                                   \
+      } else {                                                                           \
+        EACH##T(TAKE)                                                                    \
+      }                                                                                  \
+    }                                                                                    \
+    EACH##T(PUT)                                                                         \
+  }
+
+#if defined(__AVX512F__)  // as many rows as sums fit into registers
+#define EIGHT(KIND, BITS) ROWS(8, KIND, BITS)
+#define BY_EIGHT(KIND) for (; s + 8 <= p->S; s += 8) rows8_##KIND(p, block, n, s);
+#else
+#define EIGHT(KIND, BITS)
+#define BY_EIGHT(KIND)
+#endif
+
+#define BLOCK(KIND, BITS)                                                                \
+  ROWS(1, KIND, BITS) ROWS(2, KIND, BITS) ROWS(4, KIND, BITS) EIGHT(KIND, BITS)          \
+  static void block_##KIND(const Product *p, int64_t block) {                            \
+    for (int n = 0; n < N; n += WIDE) {                                                  \
+      int64_t s = 0;                                                                     \
+      BY_EIGHT(KIND)                                                                     \
+      for (; s + 4 <= p->S; s += 4) rows4_##KIND(p, block, n, s);                        \
+      for (; s + 2 <= p->S; s += 2) rows2_##KIND(p, block, n, s);                        \
+      for (; s < p->S; s++) rows1_##KIND(p, block, n, s);                                \
+    }                                                                                    \
+  }
+
+BLOCK(f32, 32) BLOCK(bf16, 16) BLOCK(int8, 8) BLOCK(nf4, 4)
+
+// Threads: those of XLA. The caller and helpers take pieces of the blocks until none is left.
+
+typedef struct {
+  Product product;
+  void (*block)(const Product *, int64_t);
+  int64_t blocks, pieces;
+  atomic_long next, done, users;
+  int64_t rows[];  // of the product
+} Work;
+
+static void take(Work *work) {
+  int64_t piece;
+  while ((piece = atomic_fetch_add(&work->next, 1)) < work->pieces) {
+    int64_t end = work->blocks * (piece + 1) / work->pieces;
+    for (int64_t b = work->blocks * piece / work->pieces; b < end; b++) work->block(&work->product, b);
+    atomic_fetch_add(&work->done, 1);
+  }
+}
+
+static void leave(Work *work) {
+  if (atomic_fetch_sub(&work->users, 1) == 1) free(work);
+}
+
+static void help(void *work) {
+  take(work);
+  leave(work);
+}
+
+static XLA_FFI_Error *refusal(const XLA_FFI_CallFrame *frame, const char *message) {
+  XLA_FFI_Error_Create_Args args = {
+      XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message, XLA_FFI_Error_Code_INVALID_ARGUMENT};
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+// (x f32[S, D], active[S], w f32 or bf16 [blocks, D, N]), or (x, active, code s8 [blocks, D, N] or u8 [blocks, D / 2, N],
+// scale f32[blocks, groups, N]) -> y f32[S, F], 0 in rows that are not active.
+XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
+    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    return NULL;
+  }
+  XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, *x = args[0], *active = args[1], *w = args[2];
+  XLA_FFI_Buffer *scale = frame->args.size > 3 ? args[3] : NULL, *y = frame->rets.rets[0];
+  int64_t threads = 1, S = x->dims[0], D = x->dims[1], F = y->dims[1];
+  XLA_FFI_ThreadPool_NumThreads_Args count = {
+      XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &threads};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
+  if (error) return error;
+  Work *work = malloc(sizeof *work + S * sizeof *work->rows);
+  if (!work) return refusal(frame, "areax_blocked: no memory");
+  *work = (Work){.product = {x->data, scale ? scale->data : NULL, w->data, y->data, work->rows, 0, D, F,
+                             scale ? scale->dims[1] : 1},
+                 .blocks = w->dims[0]};
+  for (int64_t s = 0; s < S; s++) {
+    if (((const uint8_t *)active->data)[s])
+      work->rows[work->product.S++] = s;
+    else
+      memset((float *)y->data + s * F, 0, F * sizeof(float));
+  }
+  switch (w->dtype) {
+    case XLA_FFI_DataType_F32: work->block = block_f32; break;
+    case XLA_FFI_DataType_BF16: work->block = block_bf16; break;
+    case XLA_FFI_DataType_S8: work->block = block_int8; break;
+    default: work->block = block_nf4;
+  }
+  int64_t small = work->product.S * D * F < SMALL;
+  work->pieces = threads < 2 || small ? 1 : work->blocks < 4 * threads ? work->blocks : 4 * threads;
+  int64_t helpers = work->pieces < threads ? work->pieces - 1 : threads - 1;
+  atomic_store(&work->users, helpers + 1);
+  for (int64_t i = 0; i < helpers && !error; i++) {
+    XLA_FFI_ThreadPool_Schedule_Args help_args = {
+        XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, work};
+    error = frame->api->XLA_FFI_ThreadPool_Schedule(&help_args);
+    if (error) atomic_fetch_sub(&work->users, helpers - i);  // of those that will not come
+  }
+  take(work);
+  while (atomic_load(&work->done) < work->pieces) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  leave(work);
+  return error;
+}

@@ -1,0 +1,82 @@
+"""Products with weights in blocks against numpy; what they need."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areax.core import quantised
+from areax.models.layers import blocked
+from areax.models.layers.linear import linear
+
+S, D, F = 11, 192, 77  # rows for which the compiled code has several loops, and an incomplete last block
+KINDS = {
+    "fp32": lambda w: w,
+    "bf16": lambda w: w.astype(jnp.bfloat16),
+    "int8": lambda w: quantised.quantise(w, "int8"),
+    "nf4": lambda w: quantised.quantise(w, "nf4"),
+}
+ACTIVE = np.array([True, False, True, True, False, True, True, True, True, False, True])
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request):
+    """(the weight as numpy has it, in blocks, rows, their products)."""
+    kept = KINDS[request.param](jnp.asarray(drawn(0, F, D)))
+    plain = quantised.dequantise(kept) if isinstance(kept, quantised.QuantisedWeight) else kept
+    w, x = jax.jit(blocked.blocks)(kept), jnp.asarray(drawn(1, S, D))
+    return np.asarray(plain, np.float64), w, x, jax.jit(blocked.product)(x, w)
+
+
+def test_they_are_those_of_the_numbers_that_a_weight_stands_for(case):
+    plain, _, x, y = case
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ plain.T, atol=3e-5)
+
+
+def test_a_row_has_the_same_bits_alone_and_with_any_others(case):
+    _, w, x, y = case
+    for n in (1, 2, 3, 7):
+        np.testing.assert_array_equal(jax.jit(blocked.product)(x[S - n :], w), y[S - n :])
+
+
+def test_rows_that_are_not_active_are_zero_and_others_keep_their_bits(case):
+    _, w, x, y = case
+    x = jnp.where(ACTIVE[:, None], x, jnp.nan)
+    made = jax.jit(blocked.product)(x, blocked.of_rows(w, ACTIVE))
+    np.testing.assert_array_equal(made, np.where(ACTIVE[:, None], y, 0))
+
+
+def test_a_linear_layer_multiplies_by_them_in_its_dtype(case):
+    _, w, x, y = case
+    bias = jnp.arange(F, dtype=jnp.float32)
+    np.testing.assert_array_equal(linear(x[None], w, bias)[0], y + bias[None])
+    assert linear(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
+
+
+def test_many_threads_give_the_same_bits():
+    x, w = jnp.asarray(drawn(2, 3, 512)), blocked.blocks(jnp.asarray(drawn(3, 4096, 512)))
+    f = jax.jit(blocked.product)
+    first = f(x, w)
+    for _ in range(20):
+        np.testing.assert_array_equal(f(x, w), first)
+
+
+def test_without_a_compiler_they_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    blocked.missing.cache_clear()
+    try:
+        assert not blocked.ready()
+        with pytest.raises(RuntimeError, match="there is no C compiler cc; install gcc or clang"):
+            blocked.product(jnp.ones((1, D)), blocked.blocks(jnp.ones((F, D))))
+        compiler = tmp_path / "cc"
+        compiler.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        blocked.missing.cache_clear()
+        assert blocked.missing().endswith("cc failed: no such option")
+    finally:
+        blocked.missing.cache_clear()
