@@ -14,7 +14,7 @@ import tiny_families
 
 from areax import models
 from areax.adapters import hf
-from areax.core import packing, param
+from areax.core import packing, param, quantised
 from areax.models import paging
 from areax.models.layers import blocked
 from areax.models.layers.blocked import Blocked
@@ -25,6 +25,8 @@ from areax.rollout.engine.programs import pool, staging
 from areax.rollout.engine.request import Request, Sampling
 from areax.rollout.engine.routes import request_parsing
 from areax.rollout.engine.routes.service import Service
+from areax.rollout.servers.engine_mesh import EngineMesh
+from areax.rollout.servers.engine_options import EngineOptions
 from areax.rollout.types import supervised
 
 TINY = dict(
@@ -238,6 +240,34 @@ def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32():
         engine.swap(jax.tree.map(widened, engine.weights, is_leaf=is_leaf), "in fp32")
         for one, other in zip(narrow, engine.generate(asked()), strict=True):
             assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_rounded_weights_generate_as_the_numbers_that_they_stand_for(kind):
+    config, params = model("qwen3")
+
+    def rounded(path, w):
+        name = path[-1].key
+        if name != "embed" and (w.ndim < 3 or name.endswith("_bias")):
+            return w
+        return quantised.dequantise(quantised.quantise(jnp.asarray(w), "int8" if name == "embed" else kind))
+
+    with Engine(config, params, **SIZES, weights=kind) as engine:
+        assert engine.weights["layers"][0]["q"].weight.dtype == {"int8": jnp.int8, "nf4": jnp.uint8}[kind]
+        found = engine.generate(asked())
+    exact = jax.tree_util.tree_map_with_path(rounded, params)
+    with Engine(config, exact, **SIZES) as engine:
+        engine.swap({**engine.weights, "embed": jnp.asarray(params["embed"])}, "embeddings are not rounded")
+        for one, other in zip(found, engine.generate(asked()), strict=True):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.logp, other.logp, atol=1e-5)
+
+
+def test_rounded_weights_are_refused_on_several_devices():
+    with pytest.raises(ValueError, match="weights in int8 are for one device, got tp 2; use weights=auto"):
+        EngineOptions(weights="int8", mesh=EngineMesh(tp=2))
+    with pytest.raises(ValueError, match="weights must be auto, int8 or nf4, got 'int4'"):
+        EngineOptions(weights="int4")
 
 
 LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, and a partial one over several cache chunks

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core.quantised import QuantisedWeight
+from ...core.quantised import NF4, QuantisedWeight
 
 SOURCE = Path(__file__).with_suffix(".c")
 CALL = "areax_blocked"
@@ -66,20 +66,30 @@ def of_rows(weights, active_S):
 
 
 def product(x_SD, w: Blocked):
-    """x @ w^T, f32[S, out], of x in fp32. The bits of a row depend neither on S nor on other rows.
-
-    Raises RuntimeError unless `ready`.
-    """
-    if why := missing():
-        raise RuntimeError(f"blocked.product: {why}")
+    """x @ w^T, f32[S, out], of x in fp32. If `ready`, the bits of a row depend neither on S nor on other rows."""
+    if not ready():
+        return _by_xla(x_SD, w)
     active_S = jnp.ones(len(x_SD), bool) if w.active is None else w.active
     scale = () if w.scale is None else (w.scale,)
     call = jax.ffi.ffi_call(CALL, jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32))
     return call(x_SD, active_S, w.weight, *scale)
 
 
+def _by_xla(x_SD, w: Blocked):
+    w_FDN = w.weight
+    if w_FDN.dtype == jnp.uint8:
+        pair_FD2N = jnp.stack([w_FDN & 15, w_FDN >> 4], 2)
+        w_FDN = jnp.asarray(NF4)[pair_FD2N.reshape(len(w_FDN), -1, OUTPUTS)]
+    w_FDN = w_FDN.astype(jnp.float32)
+    if w.scale is not None:
+        by_group = w_FDN.reshape(*w.scale.shape[:2], -1, OUTPUTS) * w.scale[:, :, None]
+        w_FDN = by_group.reshape(w_FDN.shape)
+    y_SFN = jnp.einsum("SD,FDN->SFN", x_SD, w_FDN, preferred_element_type=jnp.float32)
+    return y_SFN.reshape(len(x_SD), -1)[:, : w.outputs]
+
+
 def ready() -> bool:
-    """Whether this process can compute `product`s: its devices are CPUs, and there is a compiler."""
+    """Whether `blocked.c` multiplies: the devices are CPUs, and there is a compiler."""
     return jax.default_backend() == "cpu" and not missing()
 
 

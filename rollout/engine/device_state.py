@@ -66,6 +66,7 @@ class DeviceState:
         self._size = records, kinds, counts, options.slots, options.page
         self.of_layer = paging.of_layers(kinds, records)
         self._states = frozenset(i for kind in kinds if kind.states for i in kind.layers)
+        self._kept_as = options.weights
         self._fused = {"steps": options.steps, "width": options.draft}
         self.operations: dict[str, Callable] = {
             name: functools.partial(self._on_mesh, getattr(self, name)) for name in OPERATIONS
@@ -124,9 +125,9 @@ class DeviceState:
     def stage(self, params, table: Table) -> Any:
         """Copies weights to the devices, next to the ones in use; any thread may call it, in each process by itself."""
         with contextlib.nullcontext() if self.several else jax.set_mesh(self.mesh):
-            made = staging.stage(params, table, self.mesh)
+            made = staging.stage(params, table, self.mesh, self._kept_as)
             if "mtp" in params:
-                [made["mtp"]] = staging.layers(params["mtp"], mtp.table(self._config), self.mesh)
+                [made["mtp"]] = staging.layers(params["mtp"], mtp.table(self._config), self.mesh, self._kept_as)
             if "vision" in params:
                 made["vision"] = staging.whole(params["vision"], vision.table(self._config.vision), self.mesh)
             return made

@@ -93,6 +93,7 @@ def described(service: Service) -> str:
     stored = config_json.quantisation(json.loads(config.source))
     line = f"{config.family} {path}: {_short(param.count(models.table(config)))} parameters in {service.dtype}"
     line += f" (stored in {stored.method})" if stored else ""
+    line += f" kept in {options.weights}" if options.weights != "auto" else ""
     line += f" on {options.mesh}, a cache of {engine.stats()['capacity']:,} tokens"
     line += f" in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
     line += f", {engine.slots} slots of {engine.context} tokens"

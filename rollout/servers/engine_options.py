@@ -29,6 +29,8 @@ class EngineOptions:
         a layer for it, else found in texts (docs/serve.md). 1 = off.
       kv_cache_dtype: dtype of keys and values: auto = that of the weights; float8 (e4m3, of scale 1) takes half of
         bfloat16's memory, and moves log-probabilities away from the trainer's (docs/serve.md).
+      weights: how matrices are kept: auto = in their dtype; int8, or nf4 (4 bits), with a scale per 64 entries, on one
+        device. They are widened where they are multiplied; log-probabilities are then those of the rounded model.
     """
 
     slots: int = 0
@@ -37,6 +39,7 @@ class EngineOptions:
     mesh: EngineMesh = ONE_DEVICE
     draft: int = 1
     kv_cache_dtype: Literal["auto", "float8"] = "auto"
+    weights: Literal["auto", "int8", "nf4"] = "auto"
 
     def __post_init__(self):
         for name in ("slots", "context", "draft"):
@@ -49,6 +52,10 @@ class EngineOptions:
             raise ValueError(f"Engine: context must be at least 1, got {self.context}")
         if not isinstance(self.memory, Real) or not 0 <= self.memory < math.inf:
             raise ValueError(f"Engine: memory must be a number of GB, or 0, got {self.memory!r:.80}")
+        if self.weights not in ("auto", "int8", "nf4"):
+            raise ValueError(f"Engine: weights must be auto, int8 or nf4, got {self.weights!r:.80}")
+        if self.weights != "auto" and self.mesh.replica.devices > 1:
+            raise ValueError(f"Engine: weights in {self.weights} are for one device, got {self.mesh}; use weights=auto")
         if self.draft < 1:
             raise ValueError(f"Engine: draft must be at least 1, got {self.draft}")
 

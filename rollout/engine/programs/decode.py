@@ -114,7 +114,9 @@ def decode(
         )
         needed = jnp.any(masked_S | penalised_S)
         rows = index_SQ.reshape(-1), banned_SQE.reshape(S * Q, -1)
-        made_R = sampling.choose(logits_RV, *rows, controls, each(column["top"]), (needed, first(change)))
+        made_R = sampling.choose(
+            logits_RV, *rows, controls, each(column["top"]), (needed, first(change)), each(active_S)
+        )
         names = "token", "logp", "top_logp", "top_id"
         made = {name: x_R.reshape(S, Q, *x_R.shape[1:]) for name, x_R in zip(names, made_R, strict=True)}
         new_SQ = made["token"]

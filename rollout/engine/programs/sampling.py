@@ -4,6 +4,7 @@ Rows never mix, and options that no row uses are skipped with `lax.cond` without
 compiled program serves greedy, sampled and filtered requests together.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,15 @@ class Controls:
     min_p_S: Any
 
 
+LARGE = 1 << 14  # vocabulary for which a CPU computes noise by some rows at a time, to leave out others
+
 Change = tuple[Any, Callable[[Any], Any]]  # (whether any row needs it, a function of logits_SV that keeps other rows)
 
 
 @shaped
-def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Change | None = None):
+def choose(
+    logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Change | None = None, active_S=None
+):  # fmt: skip
     """Draws one token per row from softmax(logits / temperature) after the filters top-k, top-p, min-p, in this order.
 
     A filter keeps ties with the last token it admits, and top-p counts the mass that top-k leaves. Noise is drawn with
@@ -48,6 +53,7 @@ def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Cha
       banned_SE: token ids that may not be drawn; V and above stand for none.
       top_S: number of likeliest tokens each row reports, at most TOP.
       change: applied to the logits to draw from, before bans and filters, if it is needed.
+      active_S: rows whose results count; None = all.
 
     Returns:
       token_S; logp_S (nats, of softmax(logits / temperature) before change, bans and filters; temperature 1 if greedy);
@@ -55,6 +61,7 @@ def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Cha
     """
     S, V = logits_SV.shape
     greedy_S = controls.temperature_S == 0
+    drawn_S = ~greedy_S if active_S is None else ~greedy_S & active_S
     temperature_S1 = jnp.where(greedy_S, 1, controls.temperature_S)[:, None]
     scaled_SV = logits_SV / temperature_S1
     lse_S = jax.nn.logsumexp(scaled_SV, -1)
@@ -69,13 +76,13 @@ def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Cha
     open_SV = jax.lax.cond(jnp.any(banned_SE < V), ban, lambda x_SV: x_SV, open_SV)
     filters = (controls.top_k_S > 0) | (controls.top_p_S < 1) | (controls.min_p_S > 0)
     open_SV = jax.lax.cond(
-        jnp.any(filters & ~greedy_S), lambda x_SV: filtered(x_SV, controls), lambda x_SV: x_SV, open_SV
+        jnp.any(filters & drawn_S), lambda x_SV: filtered(x_SV, controls), lambda x_SV: x_SV, open_SV
     )
 
     def draw(x_SV):
-        return argmax(jnp.where(greedy_S[:, None], x_SV, x_SV + noise(controls.seed_S2, index_S, V)))
+        return argmax(jnp.where(greedy_S[:, None], x_SV, x_SV + noise(controls.seed_S2, index_S, V, drawn_S)))
 
-    token_S = jax.lax.cond(jnp.all(greedy_S), argmax, draw, open_SV)
+    token_S = jax.lax.cond(jnp.any(drawn_S), draw, argmax, open_SV)
     logp_S = jnp.take_along_axis(scaled_SV, token_S[:, None], -1)[:, 0] - lse_S
     K = min(TOP, V)
 
@@ -90,14 +97,27 @@ def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Cha
     return token_S, logp_S, top_logp_SK, top_id_SK
 
 
-def noise(seed_S2, index_S, V: int):
-    """Standard Gumbel noise f32[S, V] (argmax of logits + noise draws from their softmax)."""
+def noise(seed_S2, index_S, V: int, needed_S=None):
+    """Standard Gumbel noise f32[S, V] (argmax of logits + noise draws from their softmax); where it is not `needed`, it
+    may be 0."""
 
     def row(seed, index):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(key, index), (V,), jnp.float32)
 
-    return jax.vmap(row)(seed_S2, index_S)
+    if needed_S is None or V < LARGE or jax.default_backend() != "cpu":
+        return jax.vmap(row)(seed_S2, index_S)
+    S = len(index_S)
+    R = math.gcd(S, 4)  # rows at a time
+
+    def add(i, noise_SV):
+        some = lambda x_S: jax.lax.dynamic_slice_in_dim(x_S, i * R, R)
+        made = lambda x_SV: jax.lax.dynamic_update_slice_in_dim(
+            x_SV, jax.vmap(row)(some(seed_S2), some(index_S)), i * R, 0
+        )
+        return jax.lax.cond(jnp.any(some(needed_S)), made, lambda x_SV: x_SV, noise_SV)
+
+    return jax.lax.fori_loop(0, S // R, add, jnp.zeros((S, V), jnp.float32))
 
 
 def argmax(x_SV):

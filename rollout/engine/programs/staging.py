@@ -8,19 +8,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ....adapters import hf
-from ....core import param
+from ....core import param, quantised
 from ....models.layers import blocked
 from ....models.layers.blocked import Blocked
 from ....models.layers.linear import MultiLoRAWeight, Transposed
 from ....parallel import rules, transfer, turns
 
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
+EXACT = "router", "shared_router"  # weights that are not rounded
+HEAD = {"nf4": "int8"}  # how heads are kept, which 4 bits harm most
 APART = "kv_up"  # whose parts are multiplied by themselves (`latent`)
 
 
-def stage(params, table: param.Table, mesh):
+def stage(params, table: param.Table, mesh, weights: str = "auto"):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
-    over tp by the rules of training, experts over ep; on one CPU matrices are in `blocked.blocks`.
+    over tp by the rules of training, experts over ep; on one CPU matrices are in `blocked.blocks`, as `weights` says
+    (`EngineOptions`).
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
     `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device. On a mesh that
@@ -32,19 +35,19 @@ def stage(params, table: param.Table, mesh):
     return {
         "embed": top("embed"),
         "norm": top("norm"),
-        "head": _matrix(_read(params[head])[()], split[head]),
+        "head": _matrix(_read(params[head])[()], split[head], "head", weights),
         **{name: top(name) for name in params if name.startswith("per_layer_")},
-        "layers": layers(params, table, mesh),
+        "layers": layers(params, table, mesh, weights),
     }
 
 
-def layers(params, table: param.Table, mesh) -> list[dict]:
+def layers(params, table: param.Table, mesh, weights: str = "auto") -> list[dict]:
     """`stage` of the layers alone."""
     split = rules.of_params(table, mesh, rules.GENERATING)
 
     def one(name, w, sharding):
         turned = w.ndim == 2 and not name.endswith(KEPT)
-        return _matrix(w, sharding, name) if turned else _ready(w, sharding)
+        return _matrix(w, sharding, name, weights) if turned else _ready(w, sharding)
 
     def each(w, name, sharding):
         w, of_layer = _read(w), NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
@@ -88,13 +91,20 @@ def _ready(w, sharding, turned=False):
         return jax.block_until_ready(_copied(sharding, there, turned)(w))
 
 
-def _matrix(w, sharding, name=""):
-    """A matrix in the layout in which it decodes fastest."""
-    if sharding.mesh.size > 1 or w.dtype != np.float32 or name == APART or not blocked.ready():
+def _matrix(w, sharding, name: str, weights: str):
+    """A matrix in the layout in which it decodes fastest, or smallest."""
+    kind = "auto" if name in EXACT else HEAD.get(weights, weights) if name == "head" else weights
+    exact = kind == "auto"
+    if name == APART or (exact and (sharding.mesh.size > 1 or w.dtype != np.float32 or not blocked.ready())):
         return Transposed(_ready(w, sharding, True))
     with turns.taken(sharding.mesh):
         w = jax.device_put(w, sharding)
-        return jax.block_until_ready(_in_blocks(w.astype(jnp.bfloat16) if _is_bf16(w) else w))
+        if exact:
+            return jax.block_until_ready(_in_blocks(w.astype(jnp.bfloat16) if _is_bf16(w) else w))
+        return jax.block_until_ready(_rounded(w, kind))
+
+
+_rounded = jax.jit(lambda w, kind: blocked.blocks(quantised.quantise(w, kind)), static_argnames="kind")
 
 
 @jax.jit
