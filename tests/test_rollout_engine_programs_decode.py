@@ -308,7 +308,8 @@ def test_logprobs_equal_those_of_a_teacher_forced_forward_pass(served):
     logits_BTV = forward(params, token_BT, config)
     assert float(jnp.std(logits_BTV)) > 1
     # With delta nets either side is up to 2.7e-5 from float64, by token in `hybrid_oracle`: fp32 has no more digits.
-    atol = 4e-5 if hasattr(config, "delta") else 1e-5
+    # With the scaled embeddings of Gemma 3 either side is up to 8e-6 from it.
+    atol = 4e-5 if hasattr(config, "delta") else 2e-5 if config.family == "gemma3_text" else 1e-5
     for row, (prompt, progress) in enumerate(zip(asked, done, strict=True)):
         n = len(prompt)
 

@@ -1,7 +1,7 @@
 // y = x w^T for few rows x[S, D], as a call of XLA on CPUs. Weights are read as they are kept, and widened to fp32.
 //
 // Weights lie in blocks of N outputs, [F / N, D, N], so that N neighbouring numbers belong to as many sums. Each sum is
-// over D in order, with a scale for each group of entries: its bits depend neither on S nor on threads.
+// over groups of entries in order, which may have scales: its bits depend neither on S nor on threads.
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -22,6 +22,7 @@
 #define LANES 4
 #endif
 #define WIDE (2 * LANES)  // outputs at a time
+#define GROUP 64         // entries that are summed by themselves: long sums lose digits
 #define SMALL (1 << 16)  // products that one thread computes sooner than others would come
 #define AHEAD 8192  // bytes that are fetched ahead: without, a core waits for memory
 
@@ -38,7 +39,7 @@ typedef struct {
   const char *w;
   float *y;
   const int64_t *rows;      // those to compute
-  int64_t S, D, F, groups;  // their number; groups of a sum, each with a scale: 1 without scales
+  int64_t S, D, F, size;    // their number; entries that are summed by themselves, and share a scale
 } Product;
 
 static const float nf4[16] = {
@@ -96,7 +97,7 @@ static inline f32 wide_nf4(const char *w, int64_t d, int n) {  // two rows share
 #define ROW(t) const float *x##t = p->x + p->rows[s + t] * D;
 #define ADD(t) p##t += x##t[d] * left, q##t += x##t[d] * right;
 #define SCALE(t) a##t += p##t * *(const f32 *)scale, b##t += q##t * *(const f32 *)(scale + LANES);
-#define TAKE(t) a##t = p##t, b##t = q##t;
+#define TAKE(t) a##t += p##t, b##t += q##t;
 #define PUT(t) put(p->y + p->rows[s + t] * p->F + first, p->F - first, a##t, b##t);
 
 static inline void put(float *y, int64_t room, f32 a, f32 b) {
@@ -106,18 +107,19 @@ static inline void put(float *y, int64_t room, f32 a, f32 b) {
 
 #define ROWS(T, KIND, BITS)                                                              \
   static void rows##T##_##KIND(const Product *p, int64_t block, int n, int64_t s) {      \
-    const int64_t D = p->D, size = D / p->groups, first = block * N + n;                 \
-    const float *scale = p->scale + block * p->groups * N + n;                           \
+    const int64_t D = p->D, size = p->size, first = block * N + n;                       \
+    const float *scale = p->scale ? p->scale + block * (D / size) * N + n : NULL;        \
     const char *w = p->w + block * (D * N * BITS / 8);                                   \
-    EACH##T(ROW) EACH##T(SUMS) for (int64_t g = 0; g < p->groups; g++, scale += N) {                  \
-      EACH##T(PARTS) for (int64_t d = g * size; d < (g + 1) * size; d++) {               \
+    EACH##T(ROW) EACH##T(SUMS) for (int64_t begin = 0; begin < D; begin += size) {       \
+      const int64_t end = begin + size < D ? begin + size : D;                           \
+      EACH##T(PARTS) for (int64_t d = begin; d < end; d++) {                             \
         __builtin_prefetch(w + d * N * BITS / 8 + AHEAD);                                \
         if (BITS == 32) __builtin_prefetch(w + d * N * 4 + AHEAD + 64);                  \
         f32 left = wide_##KIND(w, d, n), right = wide_##KIND(w, d, n + LANES);           \
         EACH##T(ADD)                                                                     \
       }                                                                                  \
-      if (p->scale) {                                                                    \
-        EACH##T(SCALE)                                                                   \
+      if (scale) {                                                                       \
+        EACH##T(SCALE) scale += N;                                                       \
       } else {                                                                           \
         EACH##T(TAKE)                                                                    \
       }                                                                                  \
@@ -201,7 +203,7 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
   Work *work = malloc(sizeof *work + S * sizeof *work->rows);
   if (!work) return refusal(frame, "areax_blocked: no memory");
   *work = (Work){.product = {x->data, scale ? scale->data : NULL, w->data, y->data, work->rows, 0, D, F,
-                             scale ? scale->dims[1] : 1},
+                             scale ? D / scale->dims[1] : GROUP},
                  .blocks = w->dims[0]};
   for (int64_t s = 0; s < S; s++) {
     if (((const uint8_t *)active->data)[s])
