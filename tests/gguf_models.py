@@ -32,8 +32,8 @@ FAMILIES = {
     }},
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False},
+    "qwen2": {"tie_word_embeddings": True, "head_dim": 16},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False, "head_dim": 16},
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "gemma2": GEMMA,
@@ -42,7 +42,7 @@ FAMILIES = {
     }},
     "granite": {"attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
                 "logits_scaling": 4.0},
-    "olmo2": {},
+    "olmo2": {"head_dim": 16},
     "smollm3": {"num_hidden_layers": 5},
 }  # fmt: skip
 
@@ -107,3 +107,18 @@ def model(path: Path, name: str, dtype=None, tokens=None, **changes) -> Path:
     source = {**SIZES, "model_type": name.split()[0], "eos_token_id": tokens.eos_token_id, **FAMILIES[name], **changes}
     config = models.config_from_hf({"vocab_size": -(-len(tokens) // 32) * 32, **source})
     return hf.save(path, config, tiny.weights(models.table(config), 0.1), dtype, tokenizer=tokens)
+
+
+RECORDED = Path(__file__).with_name("data") / "llama_cpp.json"  # what llama.cpp says of the files of `recorded`
+RECORDED_FAMILIES = ("llama with rope of Llama 3", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "granite")
+RECORDED_TEXTS = ("the thing and", "  a  b\n\n\tc 12345", "é日本語 😀👍🏽 I'm", "<|im_start|>the<|im_end|> <think>x")
+RECORDED_IDS = [7, 19, 230, 41, 41, 200, 3, 90, 150, 11, 64, 101]
+
+
+def recorded(folder: Path, name: str) -> Path:
+    """A GGUF file, in 16 bits, of a family."""
+    from areax.adapters.commands import convert
+
+    tokens = sentencepiece() if "gemma" in name else byte_level("llama-bpe" if "llama" in name else "qwen2")
+    convert.convert(model(folder / "model", name, tokens=tokens), folder / "x.gguf", gguf_kind="f16")
+    return folder / "x.gguf"

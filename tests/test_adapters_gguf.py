@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 
 import gguf as library
+import jax
 import numpy as np
 import pytest
 import tiny
-from gguf_models import FAMILIES, byte_level, model, sentencepiece
+from gguf_models import (
+    FAMILIES,
+    RECORDED,
+    RECORDED_FAMILIES,
+    RECORDED_IDS,
+    RECORDED_TEXTS,
+    byte_level,
+    model,
+    recorded,
+    sentencepiece,
+)
 from tokenizers import normalizers
 
+from areax import models
 from areax.adapters import gguf, hf, safetensors, tokenizer
 from areax.adapters.commands import check, convert
 from areax.adapters.gguf import container, tokenizer_files, tokenizer_metadata, vocabulary
@@ -254,6 +266,8 @@ def test_a_part_of_a_file_and_a_template_with_a_path_are_refused(tmp_path):
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("gemma3_text", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 32 for granted"),
+        ("olmo2", {"head_dim": 32}, "with head_dim 16 here"),
+        ("granite", {"attention_bias": True}, "attention_bias"),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "every fourth layer"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope of the kind dynamic"),
     ],
@@ -338,3 +352,26 @@ def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"install areax\[gguf\]"):
         container.read(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("name", ["llama with rope of Llama 3", "gemma3_text"])
+def test_texts_are_to_areax_what_they_are_to_llama_cpp(tmp_path, name):
+    convert.convert(recorded(tmp_path, name), tmp_path / "back")
+    tokens = tokenizer.load(tmp_path / "back")
+    assert [tokens.encode(text) for text in RECORDED_TEXTS] == json.loads(RECORDED.read_text())[name]["ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED_FAMILIES)
+def test_a_file_is_to_areax_what_it_is_to_llama_cpp(tmp_path, name):
+    said = json.loads(RECORDED.read_text())[name]
+    convert.convert(recorded(tmp_path, name), tmp_path / "back", "float32")
+    config, params = hf.load(tmp_path / "back")
+    ids = np.array([[*RECORDED_IDS, *said["greedy"]]])
+    logits = jax.jit(models.forward, static_argnames="config")(params, ids, config=config)
+    logp = np.asarray(jax.nn.log_softmax(logits[0]))
+    ours = [logp[i, id] for i, id in enumerate(RECORDED_IDS[1:])]
+    # llama.cpp keeps keys and values in 16 bits, and Gemma's embeddings are larger.
+    np.testing.assert_allclose(ours, said["logps"], rtol=0, atol=3e-2 if "gemma" in name else 5e-3)
+    after = logp[len(RECORDED_IDS) - 1 : -1]
+    assert all(row.max() - row[id] < 5e-3 for row, id in zip(after, said["greedy"], strict=True))

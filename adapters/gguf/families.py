@@ -56,7 +56,7 @@ class Family:
       turned: rows of queries and keys are in pairs, since llama.cpp rotates 2i with 2i + 1 there.
       norm_offset: norms are stored larger by this.
       period: one layer in so many has full attention, the others the window that files state; None = no windows.
-      bias: what config.json says of biases if layers have them on queries; None = nothing.
+      full_width: heads of queries are as wide together as the embeddings.
     """
 
     model_type: str
@@ -68,7 +68,7 @@ class Family:
     turned: bool = False
     norm_offset: float = 0.0
     period: int | None = None
-    bias: str | None = None
+    full_width: bool = False
 
     @property
     def sparse(self) -> bool:
@@ -76,19 +76,19 @@ class Family:
 
 
 FAMILIES = (  # of two with the same name in files and as many experts, the first is read
-    Family("llama", "LlamaForCausalLM", "llama", turned=True, bias="attention_bias"),
+    Family("llama", "LlamaForCausalLM", "llama", turned=True),
     Family("mistral", "MistralForCausalLM", "llama", turned=True),
     Family(
         "mixtral", "MixtralForCausalLM", "llama", ATTENTION | BEFORE | MIXTRAL,
         {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}, {"sliding_window": None},
         turned=True,
     ),
-    Family("qwen2", "Qwen2ForCausalLM", "qwen2"),
+    Family("qwen2", "Qwen2ForCausalLM", "qwen2", full_width=True),
     Family(
         "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2moe",
         ATTENTION | BEFORE | EXPERTS | SHARED | {SHARED_GATE: "mlp.shared_expert_gate"},
         QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
-        ALL_SPARSE | {"norm_topk_prob": False},
+        ALL_SPARSE | {"norm_topk_prob": False}, full_width=True,
     ),
     Family("qwen3", "Qwen3ForCausalLM", "qwen3", ATTENTION | MLP | BEFORE | QK_NORMS, fixed={"attention_bias": False}),
     Family(
@@ -108,10 +108,11 @@ FAMILIES = (  # of two with the same name in files and as many experts, the firs
         "granite", "GraniteForCausalLM", "granite", options={
             "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",
             "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-        }, turned=True, bias="attention_bias",
+        }, fixed={"attention_bias": False, "mlp_bias": False}, turned=True,
     ),
     Family(
         "olmo2", "Olmo2ForCausalLM", "olmo2", ATTENTION | MLP | AFTER | QK_NORMS, fixed={"attention_bias": False},
+        full_width=True,
     ),
     Family("smollm3", "SmolLM3ForCausalLM", "smollm3", turned=True, fixed={"attention_bias": False, "mlp_bias": False}),
 )  # fmt: skip

@@ -73,20 +73,19 @@ def config(file: File, family: Family) -> dict[str, Any]:
     if family.model_type == "granite":
         neutral = {"attention_multiplier": key_size**-0.5}
         hf |= {option: neutral.get(option, 1.0) for option in family.options if not hf[option]}
-    hf |= {option: value for option, value in family.fixed.items()}
-    hf |= {"tie_word_embeddings": "output.weight" not in file.tensors}
-    if family.bias:
-        hf[family.bias] = "blk.0.attn_q.bias" in file.tensors
+    hf |= family.fixed
+    hf["tie_word_embeddings"] = "output.weight" not in file.tensors
     if family.model_type == "llama":
+        hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         hf["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     theta = take("rope.freq_base", 10000.0)
     scaling = _scaling(file, family, take, theta, key_size)
-    local = take("rope.freq_base_swa", theta if family.model_type == "gemma2" else 10000.0)
     if family.period:
         hf |= _windows(file, family, take, hf)
     if family.model_type == "gemma3_text":
         full = {"rope_theta": theta} | (scaling or {"rope_type": "default"})
-        hf["rope_parameters"] = {FULL: full, SLIDING: {"rope_theta": local, "rope_type": "default"}}
+        local = {"rope_theta": take("rope.freq_base_swa", 10000.0), "rope_type": "default"}
+        hf["rope_parameters"] = {FULL: full, SLIDING: local}
     else:
         hf |= {"rope_theta": theta, "rope_scaling": scaling}
     if left := sorted(stated.keys() - IGNORED):
@@ -114,6 +113,11 @@ def metadata(hf: Mapping[str, Any], settings: Any, family: Family) -> dict[str, 
                 f"convert: llama.cpp computes {family.model_type} with {option} {only!r} alone, got "
                 f"{hf[option]!r:.80}; leave --gguf out"
             )
+    if family.full_width and settings.head_dim * settings.heads != settings.embed:
+        raise ValueError(
+            f"convert: llama.cpp computes {family.model_type} with head_dim {settings.embed / settings.heads:g} here, "
+            f"hidden_size by num_attention_heads, got {settings.head_dim}; leave --gguf out"
+        )
     out = {key: hf[option] for option, key in SIZES.items()}
     out |= dict.fromkeys((*HEAD_DIM, "rope.dimension_count"), settings.head_dim)
     out |= {key: hf[option] for option, key in family.options.items() if hf.get(option) is not None}
@@ -221,7 +225,7 @@ def _rope(settings: Any, family: Family) -> dict[str, Any]:
     if local := ropes.get(False):
         if local.kind != "default":
             raise ValueError(f"convert: llama.cpp does not scale rope in layers with a window, got {local.kind}")
-        if family.gguf == "gemma3" or local.theta != rope.theta:
+        if family.gguf == "gemma3":
             out["rope.freq_base_swa"] = local.theta
     if rope.kind == "linear":
         return out | {f"{SCALING}type": "linear", f"{SCALING}factor": rope.factor}

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 import real_tokenizers
-from gguf_models import FAMILIES, model
+from gguf_models import FAMILIES, RECORDED, RECORDED_FAMILIES, RECORDED_IDS, RECORDED_TEXTS, model, recorded
 
 from areax import models
 from areax.adapters import hf, tokenizer
@@ -186,3 +186,19 @@ def test_texts_and_chats_are_the_same(tmp_path, name):
     assert answer["chats"] == rendered
     assert [back.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in CHATS] == rendered
     assert set(hf.read_config(path).eos) <= set(answer["ends"])
+
+
+def test_what_is_recorded_of_llama_cpp_holds(tmp_path):
+    """`make test` compares with it. To record it anew, remove the file."""
+    for name in RECORDED_FAMILIES:
+        (tmp_path / name).mkdir()
+    files = {name: recorded(tmp_path / name, name) for name in RECORDED_FAMILIES}
+    asked = {"prompts": [RECORDED_IDS], "new": 8, "score": [RECORDED_IDS], "texts": RECORDED_TEXTS}
+    answers = ask([asked | {"path": str(file)} for file in files.values()], tmp_path)
+    found = {
+        name: {"greedy": answer["greedy"][0], "logps": [round(x, 4) for x in answer["logps"][0]], "ids": answer["ids"]}
+        for name, answer in zip(files, answers, strict=True)
+    }
+    if not RECORDED.exists():
+        RECORDED.write_text(json.dumps(found) + "\n")
+    assert found == json.loads(RECORDED.read_text())
