@@ -288,7 +288,7 @@ def test_families_tokenizers_and_options_that_do_not_fit_are_refused(tmp_path):
         convert.convert(seed, tmp_path / "x.gguf", gguf_kind="f16")
     with pytest.raises(ValueError, match="--gguf must be one of f32, f16, bf16, q8_0, q4_0, got 'q5_1'"):
         convert.convert(path, tmp_path / "x.gguf", gguf_kind="q5_1")
-    with pytest.raises(ValueError, match="--gguf says itself how weights are stored"):
+    with pytest.raises(ValueError, match="--gguf decides how weights are stored"):
         convert.convert(path, tmp_path / "x.gguf", "float16", gguf_kind="f16")
     tokens = byte_level()
     tokens.backend_tokenizer.normalizer = normalizers.Lowercase()
@@ -298,6 +298,16 @@ def test_families_tokenizers_and_options_that_do_not_fit_are_refused(tmp_path):
         tokenizer_metadata.metadata(byte_level(), 256, [])
     with pytest.raises(ValueError, match="needs a tokenizer with merges"):
         tokenizer_metadata.metadata(tokenizer.byte_level(), 320, [])
+
+
+def test_of_a_wrapper_the_text_model_is_written(tmp_path, capsys):
+    path = model(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    text = {name: np.array(x) for name, x in safetensors.read(path).items()}
+    convert.convert(tiny.wrapped(path), tmp_path / "x.gguf", gguf_kind="f32")
+    assert "the text model alone, without 2 tensors such as vision_tower.cls" in capsys.readouterr().err
+    convert.convert(tmp_path / "x.gguf", tmp_path / "back")
+    back = safetensors.read(tmp_path / "back")
+    assert back.keys() == text.keys() and all(np.array_equal(back[name], text[name]) for name in text)
 
 
 def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):

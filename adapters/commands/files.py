@@ -54,7 +54,7 @@ class Files:
         if self.gguf not in (None, *gguf.KINDS):
             raise ValueError(f"convert: --gguf must be one of {', '.join(gguf.KINDS)}, got {self.gguf!r:.80}")
         if self.gguf and dataclasses.replace(self, gguf=None) != AS_SOURCE:
-            raise ValueError(f"convert: --gguf says itself how weights are stored, got {self} too; leave that out")
+            raise ValueError(f"convert: --gguf decides how weights are stored, got {self}; leave the others out")
 
     def __str__(self):
         changed = {
@@ -76,13 +76,13 @@ class Files:
         if config.score_head:
             raise ValueError("convert: llama.cpp has no score heads; leave --gguf out")
         if left := [*config.rest.names] if config.rest else []:
-            progress.say(f"{path}: the text model alone, without {left[0]} and {len(left) - 1} other tensors")
+            progress.say(f"{path}: the text model alone, without {len(left)} tensors such as {left[0]}")
         config = models.text_only(config)
         tokenizer = tokenizer or (hf.tokenizer_in(Path(base)) if base else None)
         if tokenizer is None:
             raise ValueError(f"convert: --gguf needs a tokenizer, got none in {base}")
         config = hf.with_ends(config, tokenizer)
-        specs, arrays = hf.to_tensors(config, params, hf.save_dtype(config, params))
+        specs, arrays = hf.to_tensors(config, params, np.dtype(np.float32))
         for line in gguf.write(path, kind, models.config_to_hf(config), config, specs, arrays, tokenizer):
             progress.say(f"{path}: {line}")
         return path

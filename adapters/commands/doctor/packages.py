@@ -13,6 +13,7 @@ from .finding import Finding, broken, note, ok
 LEAST_PYTHON = (3, 11)
 EXTRAS = {  # what needs them; `cuda` and `tpu` are in devices.py
     "torch": "areax check --against torch",
+    "gguf": "GGUF files",
     "grammar": "structured output of areax serve",
     "tensorboard": "--track.tensorboard",
     "trackio": "--track.trackio",
