@@ -214,6 +214,8 @@ def convert(
         from .commands import convert
     from .tracking import progress, run_dir
 
+    if destination.endswith(".gguf") and gguf is None:
+        raise ValueError(f"convert: {destination} needs --gguf, which says how weights are stored, such as --gguf q8_0")
     jax.config.update("jax_platforms", "cpu")  # devices may belong to a run
     run = run_dir.folder(source)
     if run is None:

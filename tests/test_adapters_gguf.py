@@ -26,7 +26,7 @@ from gguf_models import (
 from tokenizers import normalizers
 
 from areax import models
-from areax.adapters import gguf, hf, safetensors, tokenizer
+from areax.adapters import cli, gguf, hf, safetensors, tokenizer
 from areax.adapters.commands import check, convert
 from areax.adapters.gguf import container, tokenizer_files, tokenizer_metadata, vocabulary
 from areax.adapters.runtime import hub
@@ -385,3 +385,15 @@ def test_a_file_is_to_areax_what_it_is_to_llama_cpp(tmp_path, name):
     np.testing.assert_allclose(ours, said["logps"], rtol=0, atol=3e-2 if "gemma" in name else 5e-3)
     after = logp[len(RECORDED_IDS) - 1 : -1]
     assert all(row.max() - row[id] < 5e-3 for row, id in zip(after, said["greedy"], strict=True))
+
+
+def test_the_command_line_converts_in_both_directions(tmp_path, capsys):
+    path, file = model(tmp_path / "model", "qwen3", "bfloat16"), tmp_path / "x.gguf"
+    assert cli.main(["convert", str(path), str(file)]) == 2
+    assert "needs --gguf" in capsys.readouterr().err and not file.exists()
+    assert cli.main(["convert", str(path), str(file), "--gguf", "bf16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtypes"] == ["bf16", "f32"]
+    assert cli.main(["convert", str(file), str(tmp_path / "back")]) == 0
+    assert "dtypes: bfloat16" in capsys.readouterr().out
+    assert cli.main(["convert", str(path), str(file), "--gguf", "bf16"]) == 2
+    assert "already exists" in capsys.readouterr().err

@@ -23,8 +23,8 @@ def quantise(job):
 def judge(job):
     if "source" in job:
         quantise(job)
-    # One token at a time and keys in fp32, so that rounding is that of the weights' type; n_batch=1 also keeps away from
-    # AMX, which crashes where the system does not allow it.
+    # One token at a time and keys in fp32, so that rounding is that of the weights' type; one at a time also keeps away
+    # from AMX, which crashes where the system does not allow it.
     exact = {"n_batch": 1, "type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     model = llama_cpp.Llama(job["path"], n_ctx=512, logits_all=True, verbose=False, n_threads=2, **exact)
     answer = {"greedy": [], "logps": [], "ids": [], "chats": []}
