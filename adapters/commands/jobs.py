@@ -82,7 +82,10 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int =
         raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
     a_row = config.length // sequence
     trie, shared = tries.planned(config, _readers(config, settings), _chunks(chip)[0], sequence)
-    used = max(1, math.ceil((trie.rows if trie else samples(config) / a_row) / config.rows))
+    needed = trie.rows if trie else math.ceil(samples(config) / a_row)
+    config, unit = copy.copy(config), math.prod(getattr(config.mesh, axis) for axis in meshes.BATCH)
+    config.rows = min(config.rows, -(-needed // unit) * unit)  # a step computes no empty rows
+    used = -(-needed // config.rows)
     slots = trie.slots if trie else packing.power(a_row, 16)
     run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
     patches = _patches(config, settings, a_row * image_tokens if image_tokens else config.length)
