@@ -289,7 +289,7 @@ async def train(
             )
         )  # fmt: skip
         if not complete:
-            resume.write_options(config, start)
+            resume.write_options(config, start, tokens)
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()

@@ -1,6 +1,7 @@
 """The run directory: configuration, metrics and samples of a run, as plain JSON.
 
     config.json     the run's options; config.1.json and so on: those of before a resume changed some
+    chat_template.jinja  that of the run's tokenizer; chat_template.1.jinja and so on, likewise
     metrics.jsonl   one line per measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
     samples.jsonl   one line per sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
     journal.jsonl   RL only, one line per event (rollout/events.py)
@@ -29,6 +30,7 @@ CONFIG, METRICS, SAMPLES, SUMMARY = (
     "samples.jsonl",
     "summary.json",
 )
+TEMPLATE = "chat_template.jinja"
 STATE = "state"  # the folder of saved states (adapters/orbax.py)
 OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that are not metrics
 

@@ -227,7 +227,7 @@ def fit(
             profiling.steps(kind, config.profile, config.out, config.steps, start=start) as traced,
         ):
             if not complete and not quiet:
-                resume.write_options(config, start)
+                resume.write_options(config, start, tokens)
             last = {} if quiet else run_dir.logged(out, kind, start)
             pending: tuple | None = None  # the newest step, whose metrics may still be computed
 

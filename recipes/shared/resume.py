@@ -124,22 +124,37 @@ def _finished(kind: str, config: Any, prompts: sources.Order) -> dict | None:
     return summary | {"checkpoint": str(out / "model"), "report": str(out / "report.html")} if whole else None
 
 
-def write_options(config: Any, start: int) -> None:
-    """Writes config.json; call it once nothing can refuse the run any more.
+def write_options(config: Any, start: int, tokens: Any) -> None:
+    """Writes config.json and the chat template of `tokens`; call it once nothing can refuse the run any more.
 
     A run that goes on from step `start` with other options says which changed, and keeps the former file as
-    config.1.json, config.2.json and so on.
+    config.1.json, config.2.json and so on; likewise with another chat template.
     """
     out = Path(config.out)
     if start and (changed := changes(config)):
-        number = 1
-        while (kept := out / f"config.{number}.json").exists():
-            number += 1
-        run_dir.write_text(kept, (out / run_dir.CONFIG).read_text(encoding="utf-8"))
+        kept = _kept(out / run_dir.CONFIG)
         progress.say(
-            f"{out}: goes on from step {start} with other options, {', '.join(changed)}; the former are in {kept.name}"
+            f"{out}: goes on from step {start} with other options, {', '.join(changed)}; the former are in {kept}"
         )
     run_dir.write_config(out, config)
+    own, file = tokens.chat_template or "", out / run_dir.TEMPLATE
+    text = own if isinstance(own, str) else json.dumps(own, indent=1, ensure_ascii=False)
+    if start and file.exists() and file.read_bytes().decode() != text:
+        kept = _kept(file)
+        progress.say(
+            f"{out}: goes on from step {start} with another chat template, so that conversations are other tokens; the "
+            f"former is in {kept}"
+        )
+    run_dir.write_text(file, text)
+
+
+def _kept(file: Path) -> str:
+    """The name under which a copy of a file is kept: config.1.json, config.2.json, ..."""
+    number = 1
+    while (kept := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+        number += 1
+    run_dir.write_text(kept, file.read_bytes().decode())
+    return kept.name
 
 
 @contextlib.contextmanager
