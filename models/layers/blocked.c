@@ -3,6 +3,7 @@
 // Weights lie in blocks of N outputs, [F / N, D, N], so that N neighbouring numbers belong to as many sums. Each sum is
 // over groups of entries in order, which may have scales: its bits depend neither on S nor on threads.
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -24,6 +25,7 @@
 #define WIDE (2 * LANES)  // outputs at a time
 #define GROUP 64         // entries that are summed by themselves: long sums lose digits
 #define SMALL (1 << 16)  // products that one thread computes sooner than others would come
+#define PATIENCE 4096    // turns of waiting for helpers before others may run
 #define AHEAD 8192  // bytes that are fetched ahead: without, a core waits for memory
 
 typedef float f32 __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -228,7 +230,8 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
     if (error) atomic_fetch_sub(&work->users, helpers - i);  // of those that will not come
   }
   take(work);
-  while (atomic_load(&work->done) < work->pieces) {
+  for (int turns = 0; atomic_load(&work->done) < work->pieces; turns++) {
+    if (turns > PATIENCE) sched_yield();  // to a helper that has no core
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
