@@ -17,6 +17,7 @@ from ....parallel import rules, transfer, turns
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 EXACT = "router", "shared_router"  # weights that are not rounded
 HEAD = {"nf4": "int8"}  # how heads are kept, which 4 bits harm most
+LEAST = 1 << 17  # entries of a matrix for blocks; XLA multiplies smaller ones sooner, as they stay in a cache
 APART = "kv_up"  # whose parts are multiplied by themselves (`latent`)
 
 
@@ -95,7 +96,8 @@ def _matrix(w, sharding, name: str, weights: str):
     """A matrix in the layout in which it decodes fastest, or smallest."""
     kind = "auto" if name in EXACT else HEAD.get(weights, weights) if name == "head" else weights
     exact = kind == "auto"
-    if name == APART or (exact and (sharding.mesh.size > 1 or w.dtype != np.float32 or not blocked.ready())):
+    small = w.shape[0] * w.shape[1] < LEAST
+    if name == APART or (exact and (small or sharding.mesh.size > 1 or w.dtype != np.float32 or not blocked.ready())):
         return Transposed(_ready(w, sharding, True))
     with turns.taken(sharding.mesh):
         w = jax.device_put(w, sharding)
