@@ -234,6 +234,15 @@ def test_without_a_compiler_xla_multiplies(monkeypatch, in_blocks):
             np.testing.assert_allclose(one.input_logp[1:], other.input_logp[1:], atol=1e-5)
 
 
+def test_samples_keep_their_bits_beside_others(in_blocks):
+    config, params = model("qwen3")
+    with Engine(config, params, **SIZES) as engine:
+        alone = [engine.generate([one])[0] for one in asked()]
+        engine.flush()
+        for one, other in zip(alone, engine.generate(asked()), strict=True):
+            assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
+
+
 def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32(in_blocks):
     config, params = model("qwen3")
     params = jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), params)
