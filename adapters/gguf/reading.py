@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -38,7 +39,8 @@ def opened(path: str | os.PathLike) -> tuple[File, dict[str, Any], dict[str, Any
         raise ValueError(f"{file.path}: needs the matrix token_embd.weight; copy it again")
     hf = options.config(file, family)
     hf |= {"vocab_size": embedding.shape[0], "eos_token_id": tokenizer_files.ends(file) or None}
-    hf |= {"bos_token_id": tokenizer_files.bos(file), "pad_token_id": tokenizer_files.pad(file)}
+    for option, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
+        hf[option] = data.get(f"tokenizer.ggml.{key}_token_id")
     try:
         hf = options.normalised(hf)
     except ValueError as error:
@@ -49,9 +51,8 @@ def opened(path: str | os.PathLike) -> tuple[File, dict[str, Any], dict[str, Any
 
 def small_files(file: File, hf: Mapping[str, Any], directory: Path) -> None:
     """Writes everything but the weights: config.json, generation_config.json and the tokenizer."""
-    made = {"config.json": dict(hf), "generation_config.json": {"eos_token_id": hf["eos_token_id"]}}
-    if not hf["eos_token_id"]:
-        del made["generation_config.json"]
+    ends = {"eos_token_id": hf["eos_token_id"]} if hf["eos_token_id"] else {}
+    made = {"config.json": dict(hf), "generation_config.json": ends}
     for name, value in (made | tokenizer_files.files(file, hf["vocab_size"])).items():
         (directory / name).parent.mkdir(exist_ok=True)
         text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False) + "\n"
@@ -66,15 +67,8 @@ def unpack(path: str | os.PathLike, directory: Path) -> None:
     file, hf, tensors = opened(path)
     dtype = np.dtype(ml_dtypes.bfloat16) if hf["dtype"] == "bfloat16" else np.dtype(hf["dtype"])
     small_files(file, hf, directory)
-    specs = {name: Spec(x.shape, dtype) for name, x in tensors.items()}
+    specs = {name: SimpleNamespace(shape=x.shape, dtype=dtype) for name, x in tensors.items()}
     safetensors.write(directory, specs, (x.read().astype(dtype, copy=False) for x in tensors.values()))
-
-
-class Spec:
-    """Shape and dtype of a tensor to be written."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype):
-        self.shape, self.dtype = shape, dtype
 
 
 def summary(path: str | os.PathLike) -> tuple[str, Counter[str], int]:

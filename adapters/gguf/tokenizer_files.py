@@ -88,14 +88,6 @@ def ends(file: File) -> list[int]:
     return list(dict.fromkeys(id for id in found if id is not None))
 
 
-def bos(file: File) -> int | None:
-    return file.metadata.get(f"{KEY}bos_token_id")
-
-
-def pad(file: File) -> int | None:
-    return file.metadata.get(f"{KEY}padding_token_id")
-
-
 def _list(file: File, name: str, kind: type, count: int, default: list | None = None) -> list:
     value = file.metadata.get(f"{KEY}{name}", default)
     if not isinstance(value, list) or not all(isinstance(one, kind) for one in value) or len(value) != count:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 import real_tokenizers
-from gguf_models import FAMILIES, RECORDED, RECORDED_FAMILIES, RECORDED_IDS, RECORDED_TEXTS, model, recorded
+from gguf_models import FAMILIES, RECORDED, RECORDED_FAMILIES, RECORDED_IDS, RECORDED_TEXTS, byte_level, model, recorded
 
 from areax import models
 from areax.adapters import hf, tokenizer
@@ -102,11 +102,11 @@ def test_llama_cpp_computes_what_areax_does(tmp_path, name):
 def test_files_that_llama_cpp_writes_are_read(tmp_path):
     """And blocks of q8_0 and q4_0 are the same, byte by byte."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    path = model(tmp_path / "model", "llama", tokens=real("llama3"), **sizes)
+    path = model(tmp_path / "model", "llama", tokens=byte_level("llama-bpe"), **sizes)
     for kind in ("f32", "q8_0", "q4_0"):
         convert.convert(path, tmp_path / f"{kind}.gguf", gguf_kind=kind)
     rng = np.random.default_rng(0)
-    prompt, scored = ([int(id) for id in rng.integers(0, 1000, size)] for size in (8, LENGTH))
+    prompt, scored = ([int(id) for id in rng.integers(0, 280, size)] for size in (8, LENGTH))
     asked = {"source": str(tmp_path / "f32.gguf"), "prompts": [prompt], "new": NEW, "score": [scored]}
     kinds = (
         "F16",
@@ -127,9 +127,9 @@ def test_files_that_llama_cpp_writes_are_read(tmp_path):
     jobs = [asked | {"path": str(file), "kind": kind, "pure": kind == "Q4_0"} for kind, file in files.items()]
     for (kind, file), answer in zip(files.items(), ask(jobs, tmp_path), strict=True):
         convert.convert(file, tmp_path / kind, "float32")
-        most, largest, same = compare(tmp_path / kind, answer, prompt, scored, 0.1)
+        most, largest, same = compare(tmp_path / kind, answer, prompt, scored, 0.3)
         print(kind, f"{most:.1e} {largest:.1e} {same}/{NEW}")
-        assert most < 0.1
+        assert most < 0.2
     for kind in ("Q8_0", "Q4_0"):
         ours, theirs = (container.read(one).tensors for one in (tmp_path / f"{kind.lower()}.gguf", files[kind]))
         alike = [name for name in ours if ours[name].kind == kind]
