@@ -204,6 +204,11 @@ def test_very_long_answers_are_scored_quickly(text):
         assert competition_math.reward(text, {"answer": "8"}) == 0.0
 
 
+@pytest.mark.parametrize(("terms", "score"), [(100, 1.0), (500, 0.0)])
+def test_a_formula_of_a_thousand_characters_is_no_answer(terms, score):
+    assert competition_math.reward("0+" * terms + "8", {"answer": "8"}) == score
+
+
 def test_an_unparsable_gold_answer_is_an_error():
     with pytest.raises(ValueError, match="cannot be parsed, got ''"):
         competition_math.reward("7", {"answer": ""})

@@ -38,6 +38,7 @@ BASE = re.compile(r"[0-9A-Fa-f]_\{?([0-9]+)\}?$")  # 101_2
 COMMAND = re.compile(r"\\[A-Za-z]+")
 SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\$")
 SECONDS = 3  # each for parsing and for comparing an answer
+LONGEST = 1000  # characters of a formula without a box: longer ones are no answer, and parsing them takes seconds
 BOXES = 16  # most different boxes of an answer: each is compared with all
 
 
@@ -76,7 +77,7 @@ def reward(text: str, row: dict) -> float:
     """1.0 if the final answer in `text` is equivalent to `row["answer"]`, else 0.0.
 
     The final answer is the \\boxed{...} one, else what the text calls its answer, else its last formula
-    (`rewards.formulas`). Boxes with different values, wherever they are, count as a set of answers, so guessing twice
+    (`rewards.formulas`), of at most `LONGEST` characters. Boxes with different values, wherever they are, count as a set of answers, so guessing twice
     does not pay; more than `BOXES` different ones are no answer. Thoughts do not count
     (`rewards.answers.without_thoughts`).
 
@@ -104,7 +105,7 @@ def _answer(text: str) -> list[Any]:
     contents = dict.fromkeys(box.content for box in boxes(text))
     if not contents:
         formula = formulas.final(numbers.as_latex(AND.sub(" ", text)))
-        return _boxed_answer(formula) if formula else []
+        return _boxed_answer(formula) if 0 < len(formula) <= LONGEST else []
     if len(contents) > BOXES:
         return []
     found: list[list[Any]] = []
