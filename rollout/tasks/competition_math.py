@@ -77,9 +77,9 @@ def reward(text: str, row: dict) -> float:
     """1.0 if the final answer in `text` is equivalent to `row["answer"]`, else 0.0.
 
     The final answer is the \\boxed{...} one, else what the text calls its answer, else its last formula
-    (`rewards.formulas`), of at most `LONGEST` characters. Boxes with different values, wherever they are, count as a set of answers, so guessing twice
-    does not pay; more than `BOXES` different ones are no answer. Thoughts do not count
-    (`rewards.answers.without_thoughts`).
+    (`rewards.formulas`), of at most `LONGEST` characters. Boxes with different values, wherever they are, count as a
+    set of answers, so guessing twice does not pay; more than `BOXES` different ones are no answer. Thoughts do not
+    count (`rewards.answers.without_thoughts`).
 
     Rational numbers are compared exactly, in the notations of `rewards.numbers`; how, and what else is equal, says
     `rewards.equality.equal`. If both answers name a base, as 101_2 does, they need the same one. A number that
