@@ -22,7 +22,7 @@ def pack(
     """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows of T = `length`.
 
     Samples with the same `pair` (at least 0) are placed in the same microbatch, in any of its rows.
-    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to 16^k, so that few shapes compile;
+    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to `slots`, so that few shapes compile;
     `used(batch)` is the number of microbatches that are not empty.
 
     Args:
@@ -37,8 +37,8 @@ def pack(
     sizes = _checked(samples, length, rows, components)
     pairs, given = [s.pair for s in samples], [(length, rows), *shapes]
     places = fitting.place(sizes[:, None], pairs, given, range(len(samples)))
-    J = power(np.bincount(places.row).max(), 16)
-    return _filled(samples, places.row, places.start, places, (places.T, J), components)
+    shape = places.T, slots(int(np.bincount(places.row).max()))
+    return _filled(samples, places.row, places.start, places, shape, components)
 
 
 def pack_tries(
@@ -125,7 +125,7 @@ def _filled(
     components: Sequence[str],
 ) -> Batch:  # fmt: skip
     """The Batch [M, B, T] of samples in rows of a shape (T, J), each from its start on."""
-    (T, J), B, M, slot = shape, places.B, bucket(-(-places.rows // places.B)), _slots(row, start)
+    (T, J), B, M, slot = shape, places.B, bucket(-(-places.rows // places.B)), _slot_of(row, start)
 
     def empty(width, value, dtype, tail=()):
         return np.full((M * B, width, *tail), value, dtype)
@@ -177,7 +177,12 @@ def _filled(
 def flattened(tokens: int, count: int, T: int) -> tuple[int, int]:
     """(A, J) of rows of tries, given the most tokens and samples of a row: coarser steps than those of rows without
     tries, since both vary much from batch to batch, and what they cost is little beside a model's places."""
-    return T * power(-(-tokens // T)), power(count, 16)
+    return T * power(-(-tokens // T)), slots(count)
+
+
+def slots(count: int) -> int:
+    """J of rows with at most `count` samples: 1, 16, 64, 256, ..."""
+    return power(count, 16 if count <= 16 else 4)
 
 
 def used(batch: Batch):
@@ -225,7 +230,7 @@ def _grown(samples: Sequence, sizes: np.ndarray, T: int, align: int, apart: Sequ
     return trees, max(most, *(tree.tokens for tree in trees))
 
 
-def _slots(row: np.ndarray, start: np.ndarray) -> np.ndarray:
+def _slot_of(row: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Number of each sample in its row."""
     slot, count = np.zeros(len(row), int), np.zeros(int(row.max()) + 1, int)
     for i in np.lexsort((start, row)):

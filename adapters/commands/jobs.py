@@ -86,7 +86,7 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int =
     config, unit = copy.copy(config), math.prod(getattr(config.mesh, axis) for axis in meshes.BATCH)
     config.rows = min(config.rows, -(-needed // unit) * unit)  # a step computes no empty rows
     used = -(-needed // config.rows)
-    slots = trie.slots if trie else packing.power(a_row, 16)
+    slots = trie.slots if trie else packing.slots(a_row)
     run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
     patches = _patches(config, settings, a_row * image_tokens if image_tokens else config.length)
     steps = _steps(config, settings, run, packing.bucket(used), slots, patches, trie)
