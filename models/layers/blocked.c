@@ -188,9 +188,8 @@ static XLA_FFI_Error *refusal(const XLA_FFI_CallFrame *frame, const char *messag
 // (x f32[S, D], active[S], w f32 or bf16 [blocks, D, N]), or (x, active, code s8 [blocks, D, N] or u8 [blocks, D / 2, N],
 // scale f32[blocks, groups, N]) -> y f32[S, F], 0 in rows that are not active.
 XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
-  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {  // its type has two names
+    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
     metadata->api_version.major_version = XLA_FFI_API_MAJOR;
     metadata->api_version.minor_version = XLA_FFI_API_MINOR;
     return NULL;
