@@ -74,7 +74,7 @@ def make_step(
 
     def step(state: State, batch: Batch, *frozen):
         gradient, report, aux = gradient_of(state.params, batch, *frozen)
-        state, moved = _update(optimizer, state, gradient, lambda params: adjust(params, aux))
+        state, moved = _update(optimizer, state, gradient, shardings, lambda params: adjust(params, aux))
         return state, report | moved
 
     out = None if shardings is None else (shardings, shardings.step)
@@ -149,7 +149,7 @@ def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardin
     """
 
     def apply(state: State, gradient: Gradient, hyper):
-        return _update(optimizer(hyper), state, gradient)
+        return _update(optimizer(hyper), state, gradient, shardings)
 
     out = None if shardings is None else (shardings, shardings.step)
     return jax.jit(apply, donate_argnums=0, out_shardings=out)
@@ -203,7 +203,7 @@ def _plus(total: Gradient, new: Gradient, place) -> Gradient:
     return Gradient(jax.tree.unflatten(tree, added), total.loss + new.loss)
 
 
-def _update(optimizer, state: State, gradient: Gradient, adjust: Callable = lambda params: params):
+def _update(optimizer, state: State, gradient: Gradient, shardings, adjust: Callable = lambda params: params):
     """(state after one update, metrics); the same state, one step on, if gradient or loss is not finite."""
     wide = jax.tree.map(lambda x: x.astype(_wide(x)), gradient.params)
     norm = optax.tree.norm(wide)
@@ -217,11 +217,14 @@ def _update(optimizer, state: State, gradient: Gradient, adjust: Callable = lamb
         return params, opt_state, optax.tree.norm(updates) / size
 
     same = state.params, state.opt_state, jnp.zeros_like(size)
-    # Choosing afterwards keeps both states, a quarter of a CPU's temporaries; on a TPU a branch copies more than that.
-    params, opt_state, ratio = jax.lax.platform_dependent(
-        cpu=lambda: jax.lax.cond(finite, moved, lambda: same),
-        default=lambda: jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved(), same),
-    )
+    # Choosing afterwards keeps both states, a quarter of a CPU's temporaries. A TPU's branch copies more than that, and
+    # on a mesh the collectives of a branch would meet others in any order.
+    choose = lambda: jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved(), same)
+    if any(len(sharding.device_set) > 1 for sharding in jax.tree.leaves(shardings)):
+        params, opt_state, ratio = choose()
+    else:
+        branch = lambda: jax.lax.cond(finite, moved, lambda: same)
+        params, opt_state, ratio = jax.lax.platform_dependent(cpu=branch, default=choose)
     report = {
         "grad_norm": metrics.of(norm),
         "update_ratio": metrics.of(ratio),
