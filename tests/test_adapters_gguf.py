@@ -350,7 +350,9 @@ def test_a_file_is_a_model_everywhere(small, tmp_path, monkeypatch):
     assert hub.folder(str(tmp_path / "x.gguf")) == str(folder)
     assert (folder / "config.json").stat().st_ino == before
     (tmp_path / "x.gguf").write_bytes(data + b"\0" * 32)
+    (killed := folder.with_name(f".{folder.name}.0123abcd.tmp")).mkdir()  # while it unpacked
     hub.folder(tmp_path / "x.gguf")
+    assert not killed.exists()
     assert (folder / "config.json").stat().st_ino != before
     (tmp_path / "x.gguf").write_bytes(data[:5000])
     with pytest.raises(ValueError, match="half-written"):

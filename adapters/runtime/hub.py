@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -89,6 +91,8 @@ def _unpacked(file: Path) -> str:
         found = file.stat()
         stamp = f"{file} {found.st_size} {found.st_mtime_ns}\n"
         if not (target / SOURCE).is_file() or (target / SOURCE).read_text() != stamp:
+            for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):  # by a process that was killed
+                shutil.rmtree(left)
             with replacing(target, lambda path: True) as directory:
                 gguf.unpack(file, directory)
                 (directory / SOURCE).write_text(stamp)
