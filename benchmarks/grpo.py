@@ -83,7 +83,6 @@ def ours(folder, model):
 
 def trl(folder, model):
     import datasets
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     net = peers.causal_lm(folder)
@@ -101,20 +100,14 @@ def trl(folder, model):
         sampled.append(sum(len(text.split()) for text in completions))
         return [reward(text) for text in completions]
 
-    class Pausing(TrainerCallback):
-        def __init__(self, pause):
-            self.pause = pause
-
-        def on_step_begin(self, args, state, control, **_):
-            self.pause(sampled[-1] if sampled else None)
-
+    pausing = lambda pause: peers.pausing(pause, lambda: sampled[-1] if sampled else None)
     rows = [{"prompt": peers.text(prompt)} for prompt in prompts(net.config.vocab_size)] * STEPS
     data = datasets.Dataset.from_list(rows)
 
     def loop(pause):
         tokens = peers.number_tokenizer(net.config.vocab_size)
         trainer = GRPOTrainer(
-            net, rewards, args=settings, train_dataset=data, processing_class=tokens, callbacks=[Pausing(pause)]
+            net, rewards, args=settings, train_dataset=data, processing_class=tokens, callbacks=[pausing(pause)]
         )
         trainer.train()
 
@@ -150,7 +143,7 @@ def tunix(folder, model):
     def loop(pause):
         with mesh:
             cluster = rl_cluster.RLCluster(
-                actor=peers.tunix_qwen3(folder, mesh), tokenizer=peers.Numbers(vocab), cluster_config=settings
+                actor=peers.tunix_model(folder, mesh), tokenizer=peers.Numbers(vocab), cluster_config=settings
             )
             learner = GRPOLearner(cluster, GRPOConfig(num_generations=GROUP, beta=0.0), rewards)
 

