@@ -1,5 +1,5 @@
-"""Greedy generation of 128 tokens for each of 16 prompts of 64 tokens, on R of 64, without early stopping; in fp32 but
-for the models whose names say otherwise.
+"""Greedy generation of 128 tokens (R: 64) for each of 16 prompts of 64 tokens, without early stopping; in fp32, but for
+models whose names say otherwise.
 """
 
 from pathlib import Path

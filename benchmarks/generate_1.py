@@ -1,5 +1,6 @@
 """`generate` for one prompt, in an engine with 16 slots."""
 
-from generate import OF_R as PEERS, UNIT as UNIT, case
+import generate
 
-work, ours, transformers, tunix, llama_cpp = case(1)
+UNIT, PEERS = generate.UNIT, generate.OF_R | {"R": ("transformers", "llama_cpp")}
+work, ours, transformers, _, llama_cpp = generate.case(1)

@@ -1,4 +1,4 @@
-"""Log-probability of each next token of 8 sequences of 512 tokens, on R of 2, without gradients; fp32.
+"""Log-probability of each next token of 8 sequences of 512 tokens (R: 2), without gradients; fp32.
 
 areax also computes entropies, as `models.score` always does; the peer does not.
 """

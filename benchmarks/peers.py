@@ -101,7 +101,7 @@ class Llama:
         import llama_cpp
 
         self._api, error = llama_cpp, 4
-        self._log = llama_cpp.llama_log_callback(lambda level, text, _: print(text.decode()) if level == error else None)
+        self._log = llama_cpp.llama_log_callback(lambda level, text, _: level == error and print(text.decode()))
         llama_cpp.llama_log_set(self._log, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())

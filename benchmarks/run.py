@@ -1,13 +1,14 @@
 """Compares areax with peers on the same models, weights and work, in one run on one machine.
 
-    python run.py [--quick | --check] [CASE | CASE/MODEL ...]
+    python run.py [--quick | --check] [CASE | CASE/MODEL | PATTERN ...]
 
 Each side of a case runs in a separate process, a peer's in a separate environment if needed. Sides take turns, areax
 first, so that changes of load or clock frequency affect all of them; waiting sides are blocked. The first repetitions,
-which compile, are not counted. Work that takes less than a second is repeated back to back, equally often on all sides,
-like steps in a training run. Ratios are of median wall times, above 1 if areax is better. CPU-seconds are recorded as
-well, and how many cores other programs used: above 0.1, wall times mean little. Writes results.json and the table in
-RESULTS.md, keeping cases that were not selected.
+two or of a real model one, which compile, are not counted. Work that takes less than a second is repeated back to back,
+equally often on all sides, like steps in a training run; of a real model it is not. Ratios are of median wall times,
+above 1 if areax is better. CPU-seconds and the largest memory are recorded as well, of all processes of a side, and how
+many cores other programs used: above 0.1, wall times mean little. Writes results.json and the table in RESULTS.md,
+keeping cases that were not selected.
 
 A case is a module: `PEERS` lists the peers of each model, `work(model)` returns units and FLOPs of a repetition, `ours`
 and a function named like each peer return, for a checkpoint, the function to repeat; its results are compared.
@@ -22,7 +23,9 @@ below, and again when measured a second time: on a busy machine, one run means l
 
 import argparse
 import contextlib
+import fnmatch
 import importlib
+import itertools
 import json
 import math
 import os
@@ -34,6 +37,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import real
 import side
 
 HERE = Path(__file__).parent
@@ -43,12 +47,13 @@ CASES = (
     "product_train", "product_head", "read",
 )  # fmt: skip
 PYTHON = {  # of peers incompatible with our packages
-    "tunix": HERE.parent / ".venv-bench" / "bin" / "python",
+    "tunix": HERE.parent / ".venv-bench" / "bin" / "python",  # by `make bench-env`, the other by `make test-llama-cpp`
     "llama_cpp": Path(os.environ.get("AREAX_LLAMA_CPP_PYTHON", HERE.parent / ".venv-llama-cpp" / "bin" / "python")),
 }
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, "R": 3, "R-bf16": 3, "R-int8": 3, None: 15}
 QUICK = 3
 SECOND, MAX_TIMES = 1.0, 10  # short work is repeated for about a second of areax's time, at most 10 times
+LONG = 60.0  # seconds of all sides together, from which on two repetitions are enough
 # Left out of quick runs unless selected: slow, or for areax alone the same as another case.
 SLOW = ("logprob", "M"), ("generate", "M"), ("objective", "M"), ("push", None), ("varlen_sorted", "S")
 TOLERANCE = 0.15  # relative to a committed ratio; medians of a case vary by up to a tenth between runs
@@ -102,12 +107,19 @@ def measure(case: str, model: str | None, folder: str, repetitions: int, peers) 
             stack.callback(sides[name].stop)
             first[name] = sides[name].answer()
         done: dict[str, list] = {name: [] for name in sides}
-        times, warm = 1, 2 if peers else 1
-        for i in range(warm + repetitions):
+        times, warm = 1, 2 if peers and model not in real.KINDS else 1
+        for i in itertools.count():
             for name, one in sides.items():
                 done[name].append(one.repeat(times))
-            if peers and i == 1:
+            if peers and i == 1 == warm - 1:
                 times = min(max(1, round(SECOND / done["ours"][i]["wall"])), MAX_TIMES)
+            if i == warm - 1:
+                turn = times * sum(results[-1]["wall"] for results in done.values())
+                repetitions = min(repetitions, 2) if turn > LONG else repetitions
+                about = f"about {repetitions * turn:.0f} s for {repetitions} repetitions"
+                print(f"{case} {model or ''}: {about}", file=sys.stderr, flush=True)
+            if i == warm - 1 + repetitions:
+                break
         done = {name: results[warm:] for name, results in done.items()}
         last = {name: one.end() for name, one in sides.items()}
     details = {
@@ -307,16 +319,19 @@ def check(pairs) -> int:
 
 
 def pairs_of(wanted: list[str]) -> list[tuple[str, str | None]]:
-    """The selected (case, model) pairs; a case without a model means all its models."""
-    found = []
-    for name in wanted or CASES:
-        case, _, model = name.partition("/")
-        models = importlib.import_module(case).PEERS if case in CASES else {}
-        if model and model not in models or not models:
-            known = ", ".join(f"{case}/{m}" for m in models if m) or ", ".join(CASES)
+    """The selected (case, model) pairs: a case means all its models, a pattern such as "*/R*" all pairs that match.
+    Nothing selected means all but those of a real model, whose files have to be fetched."""
+    models = {case: list(importlib.import_module(case).PEERS) for case in CASES}
+    pairs = [(case, model) for case in CASES for model in models[case]]
+    found = [pair for pair in pairs if pair[1] not in real.KINDS] if not wanted else []
+    for name in wanted:
+        case = name.partition("/")[0]
+        matching = [(c, m) for c, m in pairs if name == c or fnmatch.fnmatchcase(f"{c}/{m}", name)]
+        if not matching:
+            known = ", ".join(f"{case}/{m}" for m in models.get(case, ()) if m) or ", ".join(CASES)
             sys.exit(f"run.py: a case must be one of {known}, got {name}")
-        found += [(case, model)] if model else [(case, m) for m in models]
-    return found
+        found += matching
+    return list(dict.fromkeys(found))
 
 
 def main(arguments) -> None:
@@ -325,7 +340,8 @@ def main(arguments) -> None:
         prog="run.py", description=what, epilog=how.split("\n", 1)[1].strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("case", nargs="*", help=f"{', '.join(CASES)}; with /MODEL for one of its models; none = all")
+    which = "with /MODEL for one of its models, or */R* for all of the real model; none = all but those"
+    parser.add_argument("case", nargs="*", help=f"{', '.join(CASES)}; {which}")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="only areax, in a few minutes")
     mode.add_argument("--check", action="store_true", help="compare with the last committed ratios")
@@ -336,7 +352,10 @@ def main(arguments) -> None:
         return
     needed = {peer for case, model in pairs for peer in importlib.import_module(case).PEERS[model]}
     if missing := [peer for peer, python in PYTHON.items() if peer in needed and not python.exists()]:
-        sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; create it with `make bench-env`")
+        sys.exit(
+            f"run.py: {', '.join(missing)} has no environment to run in; create it with `make bench-env`, that of "
+            "llama_cpp with `make test-llama-cpp`, or name its Python in AREAX_LLAMA_CPP_PYTHON"
+        )
     if options.check:
         sys.exit(check(pairs))
     rows = measured(pairs)

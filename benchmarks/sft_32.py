@@ -1,5 +1,6 @@
 """`sft` on 32 problems."""
 
-from sft import PEERS as PEERS, UNIT as UNIT, case
+import sft
 
-work, ours, trl = case(32)
+UNIT, PEERS = sft.UNIT, sft.PEERS
+work, ours, trl = sft.case(32)

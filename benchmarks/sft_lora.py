@@ -1,5 +1,6 @@
 """`sft` of adapters of rank 16, on 4 problems."""
 
-from sft import PEERS as PEERS, UNIT as UNIT, case
+import sft
 
-work, ours, trl = case(4, rank=16)
+UNIT, PEERS = sft.UNIT, sft.PEERS
+work, ours, trl = sft.case(4, rank=16)

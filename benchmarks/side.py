@@ -87,9 +87,14 @@ def cpu() -> float:
     return total
 
 
+def resident(pids: list[int]) -> float:
+    """Memory of these processes in MB: the sum of their proportional shares (PSS)."""
+    found = (re.search(r"^Pss: +([0-9]+) kB", _read(Path(f"/proc/{pid}/smaps_rollup")), re.M) for pid in pids)
+    return sum(int(size[1]) for size in found if size) / 1024
+
+
 class Memory(threading.Thread):
-    """The most memory in MB that this process has used: with others that it started the sum of their proportional
-    shares (PSS), every second."""
+    """The most memory in MB that this process has used, together with those that it started, looked at each second."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -100,9 +105,7 @@ class Memory(threading.Thread):
         while True:
             time.sleep(1)
             if others := started():
-                found = (_read(Path(f"/proc/{pid}/smaps_rollup")) for pid in (os.getpid(), *others))
-                sizes = (re.search(r"^Pss: +([0-9]+) kB", text, re.M) for text in found)
-                self.together = max(self.together, sum(int(size[1]) for size in sizes if size) / 1024)
+                self.together = max(self.together, resident([os.getpid(), *others]))
 
     def peak(self) -> float:
         return max(self.together, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

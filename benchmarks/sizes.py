@@ -28,8 +28,8 @@ HF = {  # config.json, by name
     ),
 }  # fmt: skip
 REAL = dict(
-    model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
-    intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-5,
+    model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+    head_dim=64, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-5,
     rope_parameters={"rope_type": "default", "rope_theta": 1e5},
 )  # fmt: skip
 HF |= dict.fromkeys(real.KINDS, REAL)

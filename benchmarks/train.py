@@ -1,5 +1,4 @@
-"""A training step on 8 sequences of 512 tokens, on R on 2: forward, backward, clipping, AdamW; loss on all tokens; fp32.
-"""
+"""A training step on 8 sequences of 512 tokens (R: 2): forward, backward, clipping, AdamW; loss on all tokens; fp32."""
 
 import numpy as np
 import peers

@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -136,6 +138,8 @@ def test_committed_rows_are_of_known_cases(benchmark_modules):
         "borders",
         "quantised",
         "learning",
+        "learning_real",
+        "real_weights",
         "recurrent",
     }
 
@@ -144,7 +148,8 @@ def test_committed_rows_are_of_known_cases(benchmark_modules):
     "given, says",
     [
         (["tarin"], "a case must be one of train, "),
-        (["train/L"], "a case must be one of train/M, train/S, train/MoE, got train/L"),
+        (["train/L"], "a case must be one of train/M, train/S, train/MoE, train/R, got train/L"),
+        (["*/L*"], "a case must be one of train, "),
         (["--quick", "--check"], "--check: not allowed with argument --quick"),
         (["--qiuck"], "unrecognized arguments: --qiuck"),
     ],
@@ -158,7 +163,28 @@ def test_a_wrong_command_line_is_an_error(benchmark_modules, given, says, capsys
 def test_a_case_includes_all_of_its_models(benchmark_modules):
     pairs_of = benchmark_modules("run").pairs_of
     assert pairs_of(["train/S", "push"]) == [("train", "S"), ("push", None)]
-    assert pairs_of(["train"]) == [("train", "M"), ("train", "S"), ("train", "MoE")]
+    assert pairs_of(["train"]) == [("train", "M"), ("train", "S"), ("train", "MoE"), ("train", "R")]
+
+
+def test_a_real_model_is_measured_where_it_is_selected(benchmark_modules):
+    pairs_of = benchmark_modules("run").pairs_of
+    real = pairs_of(["*/R*"])
+    assert {("sft_32", "R"), ("generate_1", "R-int8")} < set(real) and all(model[0] == "R" for _, model in real)
+    assert pairs_of(["generate_1", "*_1/R"]) == [("generate_1", model) for model in ("R", "R-bf16", "R-int8")]
+    assert not set(real) & set(pairs_of([])) and ("train", "S") in pairs_of([])
+
+
+def test_a_side_counts_the_processes_that_it_started(benchmark_modules):
+    side = benchmark_modules("side")
+    before = side.cpu()
+    program = "x = b'x' * 50_000_000; sum(range(20_000_000)); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert side.started() == [child.pid]
+        running = side.cpu() - before
+        assert running > 0.1
+        assert side.resident([child.pid]) > 45 > side.resident([]) == 0
+    assert side.started() == [] and side.cpu() - before >= running  # of those that ended, too
 
 
 def test_every_case_has_a_side_for_each_peer(benchmark_modules):
@@ -180,7 +206,7 @@ def test_both_environments_have_the_same_versions():
     }
 
 
-@pytest.mark.parametrize("name, millions", [("S", 0.85), ("M", 29.4), ("MoE", 13.65)])
+@pytest.mark.parametrize("name, millions", [("S", 0.85), ("M", 29.4), ("MoE", 13.65), ("R", 134.5)])
 def test_models_have_the_stated_sizes(benchmark_modules, name, millions):
     sizes = benchmark_modules("sizes")
     table = models.table(models.config_from_hf(sizes.config(name)))
