@@ -74,13 +74,13 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     asyncio.run(client.check_keys(itertools.chain(*served.named(config.teachers).values()), key_variable=served.KEY))
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    sample = offline.sampler(tokens, images.of_model(config.model))
+    sample = offline.Demonstrations(tokens, "last", images.of_model(config.model))
 
     def samples(rows: list[dict]) -> list[Sample]:
-        made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
+        made = [sample.of(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
-    config, prompts, heldout = offline.read(config, samples, quiet, given=given)
+    config, prompts, heldout = offline.read(config, samples, quiet, ahead=sample.ahead, given=given)
     if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)

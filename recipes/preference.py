@@ -81,8 +81,12 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    samples = functools.partial(pairs, offline.sampler(tokens, images.of_model(config.model)), plain)
-    config, prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
+    sample = offline.Demonstrations(tokens, "last", images.of_model(config.model))
+    samples = functools.partial(pairs, sample.of, plain)
+    ahead = functools.partial(sample.ahead, names=completions(plain))
+    config, prompts, heldout = offline.read(
+        config, samples, quiet, ahead=ahead, check=lambda row: check(row, plain), given=given
+    )  # fmt: skip
     if (summary := resume.finished("preference", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
@@ -103,13 +107,17 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     )  # fmt: skip
 
 
+def completions(objective: Objective) -> tuple[str, ...]:
+    """The fields of a row's completions."""
+    return ("completion",) if isinstance(objective, losses.KTO) else ("chosen", "rejected")
+
+
 def check(row: dict, objective: Objective) -> None:
     """Raises ValueError for a row that lacks what the objective needs."""
     kto, fields = isinstance(objective, losses.KTO), f"got the fields {sorted(row)}"
-    wanted = ("completion",) if kto else ("chosen", "rejected")
     if not (isinstance(row.get("prompt"), str) or row.get("messages")):
         raise ValueError(f"{objective.name}: every row needs a 'prompt' or 'messages', {fields}")
-    for name in wanted:
+    for name in completions(objective):
         offline.completion(objective.name, row, name)
     if kto and not (isinstance(row.get("label"), bool | int) and row["label"] in (0, 1)):
         raise ValueError(f"KTO: every row needs a 'label' true or false, got {row.get('label')!r}; {fields}")

@@ -74,7 +74,9 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     one = functools.partial(sample, tokens, separator=config.separator)
     samples = lambda rows: [one(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
     labelled = functools.partial(check, labels=head.labels)
-    config, prompts, heldout = offline.read(config, samples, quiet, given=given, check=labelled)
+    config, prompts, heldout = offline.read(
+        config, samples, quiet, ahead=lambda rows: None, check=labelled, given=given
+    )
     if (summary := resume.finished("prm", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)

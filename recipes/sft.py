@@ -55,9 +55,9 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
-    sample = offline.demonstrations(tokens, config.learn, images.of_model(config.model))
+    sample = offline.Demonstrations(tokens, config.learn, images.of_model(config.model))
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
-    config, prompts, heldout = offline.read(config, samples, quiet, given=given)
+    config, prompts, heldout = offline.read(config, samples, quiet, ahead=sample.ahead, given=given)
     if (summary := resume.finished("sft", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)

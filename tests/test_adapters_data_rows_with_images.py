@@ -175,19 +175,19 @@ def test_demonstrations_and_preferences_have_their_images(tokens, processor):
     ]
     for row in (once, whole, {"messages": by_parts, "images": [FIRST]}):
         for learn in ("last", "all"):
-            made = offline.demonstrations(tokens, learn, processor)(row)
+            made = offline.Demonstrations(tokens, learn, processor)(row)
             assert tokens.decode(made.tokens[made.mask].tolist()) == "b<|im_end|>"
             assert [image.data for image in made.images] == [FIRST]
             assert (made.tokens == vlm.IMAGE).sum() == 4 and not made.mask[made.tokens == vlm.IMAGE].any()
     both = [message | {"content": message["content"]} for message in more]
     both[0] = user(PLACE, text("a"))
-    made = offline.demonstrations(tokens, "all", processor)({"messages": both, "images": [SECOND, FIRST]})
+    made = offline.Demonstrations(tokens, "all", processor)({"messages": both, "images": [SECOND, FIRST]})
     assert [image.data for image in made.images] == [SECOND, FIRST] and (made.tokens == vlm.IMAGE).sum() == 13
     assert tokens.decode(made.tokens[made.mask].tolist()) == "b<|im_end|>d<|im_end|>"
     after = {"messages": both[:3], "images": [FIRST, SECOND]}  # the user's last word is not among the tokens
-    made = offline.demonstrations(tokens, "all", processor)(after)
+    made = offline.Demonstrations(tokens, "all", processor)(after)
     assert [image.data for image in made.images] == [FIRST] and (made.tokens == vlm.IMAGE).sum() == 4
-    sample = offline.sampler(tokens, processor)
+    sample = offline.Demonstrations(tokens, "last", processor).of
     pair = [sample({"prompt": "a", "image": FIRST}, answer) for answer in ("b", "c")]
     assert [tokens.decode(s.tokens[s.mask].tolist()) for s in pair] == ["b<|im_end|>", "c<|im_end|>"]
     assert pair[0].images == pair[1].images and len(pair[0].images) == 1

@@ -26,7 +26,7 @@ def test_the_stages_of_the_demo_on_pictures(tmp_path, monkeypatch):
     assert sft.vision == rl.training.vision == "trained"
     settings, _ = hf.load(sft.model, vision=True)
     tokens, processor = tokenizer.load(sft.model), images.load(sft.model)
-    sample = offline.demonstrations(tokens, sft.learn, processor)
+    sample = offline.Demonstrations(tokens, sft.learn, processor)
     with open(sft.data) as file:
         samples = [sample(json.loads(line)) for line in itertools.islice(file, sft.batch)]
     assert all(processor.media(each.images[0]).grid == (1, 6, 6) for each in samples[:3])

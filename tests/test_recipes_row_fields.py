@@ -89,16 +89,16 @@ def test_an_environment_honours_variables():
 
 def paired(objective, row):
     preference.check(row, objective)
-    return written(preference.pairs(offline.sampler(T), objective, [row, row]))
+    return written(preference.pairs(offline.Demonstrations(T, "last").of, objective, [row, row]))
 
 
 def distilled(row):
-    return written([offline.sampler(T)(row, offline.completion("distill", row))])
+    return written([offline.Demonstrations(T, "last").of(row, offline.completion("distill", row))])
 
 
 RECIPES = {
-    "sft, last": lambda row: written([offline.demonstrations(T, "last")({**row, "completion": "Yes."})]),
-    "sft, all": lambda row: written([offline.demonstrations(T, "all")({**row, "completion": "Yes."})]),
+    "sft, last": lambda row: written([offline.Demonstrations(T, "last")({**row, "completion": "Yes."})]),
+    "sft, all": lambda row: written([offline.Demonstrations(T, "all")({**row, "completion": "Yes."})]),
     "dpo": lambda row: paired(losses.DPO(), {**row, "chosen": "Yes.", "rejected": "No."}),
     "kto": lambda row: paired(losses.KTO(), {**row, "completion": "Yes.", "label": True}),
     "reward model": lambda row: paired(losses.RewardModel(), {**row, "chosen": "Yes.", "rejected": "No."}),
@@ -257,7 +257,7 @@ def test_what_is_learnt(name, marks):
             + "{% endif %}" + end + "{{ '' }}" + rest
         )  # fmt: skip
     for learn, text in zip(("all", "last"), wanted, strict=True):
-        made = offline.demonstrations(tokens, learn)(row)
+        made = offline.Demonstrations(tokens, learn)(row)
         assert tokens.decode(made.tokens[made.mask].tolist()) == text
 
 
@@ -283,7 +283,7 @@ def test_arguments_are_given_as_the_template_wants_them(style):
         row = {"messages": [ASK, call(arguments)]}
         row["messages"][1]["tool_calls"] *= 2
         for learn in ("all", "last"):
-            made = offline.demonstrations(tokens, learn)(row)
+            made = offline.Demonstrations(tokens, learn)(row)
             wanted = f"weather {ARGUMENTS[style]};" * 2 + "<|im_end|>"
             assert tokens.decode(made.tokens[made.mask].tolist()) == wanted
 
@@ -292,7 +292,7 @@ def test_arguments_are_given_as_the_template_wants_them(style):
 def test_nothing_to_learn_is_refused(learn):
     row = {"messages": [ASK, {**ANSWER, "weight": 0}]}
     with pytest.raises(ValueError, match="got weight 0 for each of them"):
-        offline.demonstrations(T, learn)(row)
+        offline.Demonstrations(T, learn)(row)
 
 
 def test_what_the_template_leaves_out_of_the_last_turn_is_refused():

@@ -398,7 +398,7 @@ def test_all_turns_of_a_conversation_are_learnt(place):
     # 6 answers, of as many tokens either way; answers that are not the last count for nothing under "last"
     assert runs["talks", "all"] == pytest.approx(runs["turns", "last"], rel=1e-5)
     tokens = tokenizer.load(place / "model")
-    learnt = lambda learn, talk: offline.demonstrations(tokens, learn)({"messages": talk}).mask.sum()
+    learnt = lambda learn, talk: offline.Demonstrations(tokens, learn)({"messages": talk}).mask.sum()
     assert [learnt("last", talk) for talk in talks] == [learnt("last", talk[-2:]) for talk in talks]
     assert [learnt("all", talk) // learnt("last", talk) for talk in talks] == [2, 3, 1]
 

@@ -56,7 +56,7 @@ def reference(place) -> float:
     """Mean negative log-likelihood of the answers by transformers, which reads one row at a time."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(place / "model", attn_implementation="eager")
     tokens, processor = tokenizer.load(place / "model"), readers.load(place / "model")
-    sample, found = offline.demonstrations(tokens, "last", processor), []
+    sample, found = offline.Demonstrations(tokens, "last", processor), []
     for line in (place / "rows.jsonl").read_text().splitlines():
         row = json.loads(line)
         one = sample({**row, "images": [str(place / name) for name in row["images"]]})

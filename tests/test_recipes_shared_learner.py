@@ -57,7 +57,7 @@ def load(place):
     count_LE = np.zeros((len(gates), E))
     for i, gate in enumerate(gates):
         gate.register_forward_hook(lambda _, __, out, i=i: np.add.at(count_LE[i], out[2].flatten().numpy(), 1))
-    sample = offline.demonstrations(tokenizer.load(place / "model"), "last")
+    sample = offline.Demonstrations(tokenizer.load(place / "model"), "last")
     with torch.no_grad():
         for row in run_dir.read_lines(place / "rows.jsonl"):
             model(torch.tensor([list(sample(row).tokens)]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...rollout import types
 from ...rollout.chat import demonstration as demonstrations
 from ...rollout.chat import images
+from ...rollout.chat.conversation import tried
 from ...rollout.chat.demonstration import Learn as Learn
 from .. import tokenizer as tokenizers
 
@@ -30,8 +31,23 @@ def sample(
     Raises:
       ValueError: as there, or the template leaves out some of the last turn.
     """
+    [made] = samples(tokenizer, [row], learn, processor)
+    if isinstance(made, ValueError):
+        raise made
+    return made
+
+
+def samples(
+    tokenizer: Any, rows: Sequence[Mapping[str, Any]], learn: Learn = "last", processor: images.Processor | None = None
+) -> list[types.Sample | ValueError]:
+    """What `sample` returns or raises for each row; the texts of all are tokenised at once, which takes all cores."""
     end = tokenizers.end_of_turn(tokenizer)
-    ids, mask, seen, _ = demonstrations.encoded(tokenizer, row, learn, end, processor).whole()
+    found = demonstrations.encoded_together(tokenizer, rows, learn, end, processor)
+    return [made if isinstance(made, ValueError) else tried(_sample, made, processor) for made in found]
+
+
+def _sample(made: demonstrations.Demonstration, processor: images.Processor | None) -> types.Sample:
+    ids, mask, seen, _ = made.whole()
     if processor is None:
         return types.demonstration(ids, mask)
     images.refuse([id for id, wanted in zip(ids, mask, strict=True) if wanted], processor)

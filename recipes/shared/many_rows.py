@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Rows(Sequence):
 
     Args:
       records: (record or error, its place) by index.
-      use: f(record) -> (row, why it is left out), as `rows.reader`.
+      use: f(records) -> the outcome of each, as `rows.reader`.
       bad: "stop" raises for a bad row; "skip" leaves it out.
       say: prints a line.
     """
@@ -103,7 +103,7 @@ class Rows(Sequence):
     def check(self) -> None:
         """Checks CHECKED rows; prints how many are left out, and why."""
         chosen = spread(len(self), CHECKED)
-        left = Counter(why for index in chosen if (why := self.read(index)[1]) is not None)
+        left = Counter(why for _, why in self._outcomes(chosen) if why is not None)
         self._say(
             f"{self._source}: {len(self):,} rows stay on the disk; {len(chosen):,} spread over them are checked, the "
             "others when they are read"
@@ -113,8 +113,7 @@ class Rows(Sequence):
     def usable(self) -> "Usable":
         """Reads and checks all rows; prints how many are left out, and why."""
         kept, left = array("q"), Counter[str]()
-        for index, (record, place) in enumerate(self._records):
-            _, why = self._made(record, place)
+        for index, (_, why) in enumerate(self._outcomes(range(len(self)))):
             if why is None:
                 kept.append(index)
             else:
@@ -134,22 +133,28 @@ class Rows(Sequence):
 
     def read(self, index: int) -> tuple[dict, str | None]:
         """(row, why it is left out); raises ValueError for a bad row unless those are skipped."""
-        return self._made(*self._records[index])
+        [outcome] = self._outcomes([index])
+        return outcome
 
-    def _made(self, record: dict | ValueError, place: str) -> tuple[dict, str | None]:
-        try:
-            if isinstance(record, ValueError):
-                raise record
-            try:
-                row, why = self._use(record)
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-        except ValueError as error:
-            if self._bad == "stop":
-                raise
-            self._refused = self._refused or str(error)
-            return {}, f"bad (--bad-rows skip), the first: {self._refused}"
-        return row or {}, why
+    def _outcomes(self, indices: Sequence[int]) -> Iterator[tuple[dict, str | None]]:
+        """What `read` returns for each of these."""
+        for start in range(0, len(indices), rows.TOGETHER):
+            chunk = [self._records[i] for i in indices[start : start + rows.TOGETHER]]
+            made = self._use([record for record, _ in chunk if not isinstance(record, ValueError)])
+            for record, place in chunk:
+                if isinstance(record, ValueError):
+                    yield {}, self._refuse(record)
+                elif isinstance(outcome := next(made), ValueError):
+                    yield {}, self._refuse(ValueError(f"{place}: {outcome}"))
+                else:
+                    yield outcome[0] or {}, outcome[1]
+
+    def _refuse(self, error: ValueError) -> str:
+        """Why a bad row is left out; raises the error unless bad ones are skipped."""
+        if self._bad == "stop":
+            raise error
+        self._refused = self._refused or str(error)
+        return f"bad (--bad-rows skip), the first: {self._refused}"
 
 
 class Usable(Sequence):

@@ -4,6 +4,7 @@ A run writes its state, metrics, checkpoint and summary to `config.out`, and res
 """
 
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -44,36 +45,64 @@ from areax.rollout.chat import conversation, images
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.types import Sample
 
+KEPT = 1 << 16  # samples, by the text of their rows
 
-def demonstrations(tokens, learn: chat_sft.Learn, processor: Processor | None = None) -> Callable[[dict], Sample]:
-    """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once, except those
-    with images, which are read each time.
 
-    Args:
-      processor: of a model that reads images; None = rows with images are refused.
-    """
-    processor = processor and processor.as_given()
+class Demonstrations:
+    """f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once, except those with
+    images, which are read each time."""
 
-    @functools.lru_cache(maxsize=1 << 16)
-    def sample(row: str) -> Sample:
-        return chat_sft.sample(tokens, json.loads(row), learn, processor)
+    def __init__(self, tokens, learn: chat_sft.Learn, processor: Processor | None = None):
+        """
+        Args:
+          processor: of a model that reads images; None = rows with images are refused.
+        """
+        self._make = functools.partial(
+            chat_sft.samples, tokens, learn=learn, processor=processor and processor.as_given()
+        )
+        self._made: dict[str, Sample | ValueError] = {}  # the last ones, by the text of their rows
 
-    def made(row: dict) -> Sample:
-        if row.get("completion") is None and not row.get("messages"):
-            raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
+    def __call__(self, row: dict) -> Sample:
+        _check_learnt(row)
         if images.of_row(row):
-            return chat_sft.sample(tokens, row, learn, processor)
-        given = {**conversation.prompt_fields(row), "completion": row.get("completion")}
-        return sample(conversation.json_text("a row", given))
+            [made] = self._make([row])
+        else:
+            if (text := _text(row)) not in self._made:
+                self._keep([text])
+            made = self._made[text]
+        if isinstance(made, ValueError):
+            raise made
+        return made
 
-    return made
+    def of(self, row: dict, completion: Any) -> Sample:
+        """A sample that trains on this completion of the row's prompt, a text or a message."""
+        return self({**row, "completion": completion})
+
+    def ahead(self, rows: list[dict], names: Sequence[str] = ("completion",)) -> None:
+        """Tokenises many rows at once, for the calls that follow.
+
+        Args:
+          names: fields of completions, of which each makes a sample.
+        """
+        given = ({**row, "completion": row.get(name)} for row in rows if not images.of_row(row) for name in names)
+        texts = (conversation.tried(_text, row) for row in given)  # a bad row's own call raises
+        self._keep([*dict.fromkeys(text for text in texts if isinstance(text, str) and text not in self._made)])
+
+    def _keep(self, texts: Sequence[str]) -> None:
+        self._made |= zip(texts, self._make([*map(json.loads, texts)]), strict=True)
+        for text in [*itertools.islice(self._made, max(len(self._made) - KEPT, 0))]:
+            del self._made[text]
 
 
-def sampler(tokens, processor: Processor | None = None) -> Callable[[dict, Any], Sample]:
-    """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt, a text or a message;
-    repeated ones are tokenised once; `processor` as in `demonstrations`."""
-    made = demonstrations(tokens, "last", processor)
-    return lambda row, completion: made({**row, "completion": completion})
+def _check_learnt(row: dict) -> None:
+    if row.get("completion") is None and not row.get("messages"):
+        raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
+
+
+def _text(row: dict) -> str:
+    """What the row's sample depends on, as JSON."""
+    _check_learnt(row)
+    return conversation.json_text("a row", {**conversation.prompt_fields(row), "completion": row.get("completion")})
 
 
 def run(train: Callable, config) -> dict:
@@ -96,6 +125,7 @@ def read(
     samples: Callable[[list[dict]], list[Sample]],
     quiet: bool = False,
     *,
+    ahead: Callable[[list[dict]], None],
     check: Callable = lambda row: None,
     given: Any = None,
 ) -> tuple[Any, sources.Order, Sequence[dict]]:
@@ -108,6 +138,7 @@ def read(
 
     Args:
       samples: f(rows) -> their samples.
+      ahead: does a part of `samples` for many rows at once, before they are checked one after the other.
       check: raises ValueError for a row that lacks what the objective needs.
       given: rows instead of those of `config.data`, as `sources.opened`.
     """
@@ -131,12 +162,13 @@ def read(
             raise ValueError(f"a row must fit in --length {config.length} tokens, got {n}; or use --too-long drop")
         return f"longer than --length {config.length}"
 
+    checked = rows.Prepared(fits, ahead)
     train = sources.opened(
-        config.data, given, config.row, config.limit, check=fits, bad=config.bad_rows, recognise=True, seed=config.seed,
-        quiet=quiet,
+        config.data, given, config.row, config.limit, check=checked, bad=config.bad_rows, recognise=True,
+        seed=config.seed, quiet=quiet,
     )  # fmt: skip
     heldout = many_rows.every(
-        config.heldout, config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet
+        config.heldout, config.row, check=checked, bad=config.bad_rows, recognise=True, quiet=quiet
     ) if config.heldout else []  # fmt: skip
     agreement.same(
         "options and rows", **vars(flat(config)), data_rows=sources.sampled(train),

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -11,15 +12,31 @@ from areax.adapters.data import datasets, formats
 from areax.adapters.tracking import progress
 from areax.rollout import object_path, workflows
 from areax.rollout.chat import images, template
+from areax.rollout.chat.conversation import tried
 from areax.rollout.workflows import multi_turn, resolve
+
+TOGETHER = 256  # rows that are checked at a time
 
 Bad = Literal["stop", "skip"]
 Check = Callable[[dict], str | None]
+Outcome = tuple[dict | None, str | None] | ValueError  # a record's row, and why it is left out or None
 
 PROMPTED = (workflows.single_turn, multi_turn.multi_turn, multi_turn.tool_loop, multi_turn.judged)
 
 
 KNOWN = f"{', '.join('/'.join(pair) for pair in formats.PAIRS)}, instruction/output and conversations"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A Check of which `ahead` does a part for many rows at once, before each is checked. It raises nothing for bad
+    rows: checks do."""
+
+    check: Check
+    ahead: Callable[[list[dict]], None]
+
+    def __call__(self, row: dict) -> str | None:
+        return self.check(row)
 
 
 def read(
@@ -69,18 +86,19 @@ def made(
     use = reader(row, check, recognise)
     words, done = f"checking {total:,} rows of {source}", lambda: f", {len(rows) + len(refused) + left.total():,} done"
     with contextlib.nullcontext() if quiet else progress.reminding(words, done):
-        for record, place in records:
-            try:
-                own, why = use(record)
-            except ValueError as error:
-                refused.append(ValueError(f"{place}: {error}{'' if row else _read_by(record)}"))
-                if bad == "stop":
-                    raise refused[0] from error
-                continue
-            if own is not None and why is None:
-                rows.append(own)
-            elif why:
-                left[why] += 1
+        for start in range(0, len(records), TOGETHER):
+            chunk = records[start : start + TOGETHER]
+            for (record, place), outcome in zip(chunk, use([record for record, _ in chunk]), strict=True):
+                if isinstance(outcome, ValueError):
+                    refused.append(ValueError(f"{place}: {outcome}{'' if row else _read_by(record)}"))
+                    if bad == "stop":
+                        raise refused[0] from outcome
+                    continue
+                own, why = outcome
+                if own is not None and why is None:
+                    rows.append(own)
+                elif why:
+                    left[why] += 1
     if refused:
         left[f"bad (--bad-rows skip), the first: {refused[0]}"] = len(refused)
     if not rows:
@@ -96,19 +114,28 @@ def _read_by(record: dict) -> str:
     return f"; --row {known} reads such records" if known else ""
 
 
-def reader(row: str, check: Check, recognise: bool) -> Callable[[dict], tuple[dict | None, str | None]]:
-    """Makes f(record) -> (its row, why it is left out or None), which raises ValueError for a bad one; arguments as
-    `read`."""
+def reader(row: str, check: Check, recognise: bool) -> Callable[[Sequence[dict]], Iterator[Outcome]]:
+    """Makes f(records) -> the Outcome of each; arguments as `read`."""
     convert = object_path.resolve(row) if row else None
 
-    def use(record: dict) -> tuple[dict | None, str | None]:
+    def made(record: dict) -> dict | None:
         if recognise and formats.recognised(record) is None:
             raise ValueError(
                 f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
                 f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
             )
-        made = _converted(convert, row, record) if convert else record
-        return made, f"by {row}" if made is None else check(made)
+        return _converted(convert, row, record) if convert else record
+
+    def use(records: Sequence[dict]) -> Iterator[Outcome]:
+        rows = [tried(made, record) for record in records]
+        if ahead := getattr(check, "ahead", None):  # as of `Prepared`
+            ahead([own for own in rows if isinstance(own, dict)])
+        for own in rows:
+            if own is None or isinstance(own, ValueError):
+                yield own or (None, f"by {row}")
+            else:
+                why = tried(check, own)
+                yield why if isinstance(why, ValueError) else (own, why)
 
     return use
 
@@ -142,7 +169,7 @@ def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
 def prompts(
     tokens, workflow: str, processor: images.Processor | None = None, *, most: int = 0, room: int = 0,
     vocabulary: int = 0, context: int = 0, new: int = 0,
-) -> Check:  # fmt: skip
+) -> Prepared:  # fmt: skip
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
     Rows of workflows that read other fields than "prompt" or "messages" are not checked.
@@ -156,11 +183,23 @@ def prompts(
       new: tokens that a completion may have; servers refuse a request that could become longer than the context.
     """
     prompted = asks(workflow)
+    found: dict[int, template.Prompt | ValueError] = {}  # by id of the rows in `held`, which no other object can have
+    held: list[dict] = []
+
+    def ahead(rows: list[dict]) -> None:
+        found.clear()
+        held[:] = rows
+        if prompted or most:
+            made = template.prompted_together(tokens, rows, processor)
+            found.update(zip(map(id, rows), made, strict=True))
 
     def check(row: dict) -> str | None:
         if not prompted and not most:
             return None
-        ids = template.prompted(tokens, row, processor).tokens
+        own = found.pop(id(row)) if id(row) in found else template.prompted(tokens, row, processor)
+        if isinstance(own, ValueError):
+            raise own
+        ids = own.tokens
         n = len(ids)
         if not n:
             raise ValueError("the prompt must have at least one token, got none")
@@ -180,4 +219,4 @@ def prompts(
             )
         return None
 
-    return check
+    return Prepared(check, ahead)

@@ -264,7 +264,10 @@ class Converted:
             if row != self._row:
                 self._say(f"rows: rows are made of the fields {sorted(record)} by --row {row}")
             self._use = rows.reader(row, self._check, self._recognise)
-        return self._use(datasets.listed(record))
+        [outcome] = self._use([datasets.listed(record)])
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return outcome
 
 
 def _unbatched(given: Iterable) -> Iterator:

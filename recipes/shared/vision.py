@@ -17,7 +17,7 @@ from areax.core.batch import Batch
 from areax.core.packing import bucket
 from areax.models import vision as towers
 from areax.models.vision import Media, Tower
-from areax.recipes.shared.rows import Check
+from areax.recipes.shared.rows import Prepared
 from areax.rollout.chat import images as chat_images
 from areax.rollout.types import Image, Sample
 
@@ -47,8 +47,8 @@ class Reader:
 class NotingImages:
     """A check of rows that also notes whether any of them has images."""
 
-    def __init__(self, check: Check):
-        self._check, self.images = check, False
+    def __init__(self, check: Prepared):
+        self._check, self.ahead, self.images = check, check.ahead, False
 
     def __call__(self, row: dict) -> str | None:
         self.images = self.images or chat_images.of_row(row)

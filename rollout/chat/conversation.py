@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from .. import object_path
 from . import images
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 FIELDS = "prompt", "messages", "tools", "chat_template_kwargs", *images.FIELDS  # of rows, which change a prompt
 UNREAD = {  # what to do with fields that others read into prompts
@@ -288,3 +289,11 @@ def unicode(*texts: str) -> None:
             raise ValueError(
                 f"texts must be Unicode, got the lone surrogate {text[error.start]!r} in {text[:80]!r}"
             ) from None
+
+
+def tried(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """What the function returns, or the ValueError that it raises: of many rows, each has its own."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error

@@ -10,7 +10,7 @@ import functools
 import itertools
 import os.path
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from . import conversation, images, template
@@ -61,6 +61,59 @@ def encoded(
       ValueError: the row has no such turn, the template refuses the messages, or renders earlier turns differently
         once others follow.
     """
+    [made] = encoded_together(tokenizer, [row], learn, end, processor)
+    if isinstance(made, ValueError):
+        raise made
+    return made
+
+
+def encoded_together(
+    tokenizer: Any, rows: Sequence[Mapping[str, Any]], learn: Learn, end: int,
+    processor: images.Processor | None = None,
+) -> list[Demonstration | ValueError]:  # fmt: skip
+    """What `encoded` returns or raises for each row; the texts of all are tokenised at once, which takes all cores."""
+    written = [conversation.tried(_written, tokenizer, row, learn, end, processor) for row in rows]
+    pieces = [one.pieces for one in written if isinstance(one, _Written)]
+    ids = iter(template.encoded_together(tokenizer, [*itertools.chain(*pieces)]))
+    made: list[Demonstration | ValueError] = []
+    for one in written:
+        if isinstance(one, _Written):
+            given = [*itertools.islice(ids, len(one.pieces))]
+            made.append(conversation.tried(_demonstration, tokenizer, one, given, end))
+        else:
+            made.append(one)
+    return made
+
+
+class _Written(NamedTuple):
+    """A demonstration before its text is tokenised.
+
+    Attributes:
+      spans: of the text that are learnt.
+      ended: whether the text ends with a token that ends a turn.
+      images, lost: as of `Demonstration`.
+    """
+
+    talk: Conversation
+    text: str
+    spans: list[Span]
+    ended: bool
+    images: tuple[images.Image, ...]
+    lost: str
+
+    @property
+    def cuts(self) -> list[int]:
+        return [0, *(at for span in self.spans for at in span)]
+
+    @property
+    def pieces(self) -> list[str]:
+        """The text between two cuts each, and that up to the last one."""
+        return [*(self.text[a:b] for a, b in itertools.pairwise(self.cuts)), self.text[: self.cuts[-1]]]
+
+
+def _written(
+    tokenizer: Any, row: Mapping[str, Any], learn: Learn, end: int, processor: images.Processor | None
+) -> _Written | Demonstration:
     talk = (conversation.demonstration if learn == "last" else conversation.dialogue)(row)
     talk = template.readable(tokenizer, talk._replace(messages=images.read(talk.messages, processor)))
     if not tokenizer.chat_template:
@@ -69,13 +122,18 @@ def encoded(
         raise ValueError("a demonstration needs an assistant's message to learn, got weight 0 for each of them")
     text = template.render(tokenizer, talk.messages, talk.tools, talk.variables, ask=False)
     conversation.unicode(text)
-    spans, ends = _spans(tokenizer, talk, text, wanted, tokenizer.convert_ids_to_tokens(end))
+    spans, ended = _spans(tokenizer, talk, text, wanted, tokenizer.convert_ids_to_tokens(end))
     lost = _lost(tokenizer, talk, text, spans[-1]) if wanted[-1] == len(talk.messages) - 1 else ""
-    ids, mask = _tokens(tokenizer, text, spans)
-    if not ends:
+    return _Written(talk, text, spans, ended, images.of(talk.messages[: wanted[-1] + 1]), lost)
+
+
+def _demonstration(tokenizer: Any, made: _Written, given: list[list[int]], end: int) -> Demonstration:
+    """The demonstration of which `given` are the ids of the pieces."""
+    ids, mask = _tokens(tokenizer, made, given)
+    if not made.ended:
         ids, mask = [*ids, end], [*mask, True]
-    ids = template.known(tokenizer, ids, *talk.texts(text))
-    return Demonstration(ids, mask, images.of(talk.messages[: wanted[-1] + 1]), lost)
+    ids = template.known(tokenizer, ids, *made.talk.texts(made.text))
+    return Demonstration(ids, mask, made.images, made.lost)
 
 
 def _wanted(messages: Sequence[Message], learn: Learn) -> list[int]:
@@ -214,16 +272,15 @@ def _unspaced(text: str) -> str:
     return "".join(text.split())
 
 
-def _tokens(tokenizer: Any, text: str, spans: Iterable[Span]) -> tuple[list[int], list[bool]]:
+def _tokens(tokenizer: Any, made: _Written, given: list[list[int]]) -> tuple[list[int], list[bool]]:
     """(ids, mask) of the text up to its last span, tokenised separately on both sides of every span boundary, as in
     generation: no token spans a prompt and an answer."""
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    cuts = [0, *(at for span in spans for at in span)]
-    pieces = [encode(text[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-    if [*itertools.chain(*pieces)] != encode(text[: cuts[-1]]):  # a token spans a cut, or start-of-text changes a piece
+    *pieces, whole = given
+    if [*itertools.chain(*pieces)] != whole:  # a token spans a cut, or start-of-text changes a piece
+        encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = []
-        for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            longer = encode(text[:b])
-            pieces[i] = longer[len(ids) :] if longer[: len(ids)] == ids else encode(text[a:b])
+        for i, end in enumerate(made.cuts[1:]):
+            longer = encode(made.text[:end])
+            pieces[i] = longer[len(ids) :] if longer[: len(ids)] == ids else pieces[i]
             ids += pieces[i]
     return [*itertools.chain(*pieces)], [bool(i % 2) for i, piece in enumerate(pieces) for _ in piece]

@@ -71,6 +71,33 @@ def prompted(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor
       ValueError: the row has no unique prompt, the template refuses it or does not show its tools, the tokenizer has no
         token for some of it, or an image cannot be read or has no place in it.
     """
+    [made] = prompted_together(tokenizer, [row], processor)
+    if isinstance(made, ValueError):
+        raise made
+    return made
+
+
+def prompted_together(
+    tokenizer: Any, rows: Sequence[Mapping[str, Any]], processor: images.Processor | None = None
+) -> list[Prompt | ValueError]:
+    """What `prompted` returns or raises for each row; the texts of all are tokenised at once, which takes all cores."""
+    asked = [conversation.tried(_asked, tokenizer, row, processor) for row in rows]
+    given = iter(encoded_together(tokenizer, [one.text for one in asked if isinstance(one, _Asked)]))
+    return [
+        conversation.tried(_answerable, tokenizer, one, next(given), processor) if isinstance(one, _Asked) else one
+        for one in asked
+    ]
+
+
+class _Asked(NamedTuple):
+    """A prompt before its text is tokenised."""
+
+    talk: Conversation
+    images: tuple[Image, ...]
+    text: str
+
+
+def _asked(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor | None) -> _Asked | Prompt:
     talk = conversation.prompt(row)
     talk = readable(tokenizer, talk._replace(messages=images.read(talk.messages, processor)))
     seen = images.of(talk.messages)
@@ -79,7 +106,12 @@ def prompted(tokenizer: Any, row: Mapping[str, Any], processor: images.Processor
         return Prompt(ids, (), tokenizer.decode(ids))
     text = render(tokenizer, talk.messages, talk.tools, talk.variables, ask=True)
     conversation.unicode(text)
-    ids = known(tokenizer, tokenizer.encode(text, add_special_tokens=False), *talk.texts(text))
+    return _Asked(talk, seen, text)
+
+
+def _answerable(tokenizer: Any, asked: _Asked, ids: list[int], processor: images.Processor | None) -> Prompt:
+    talk, seen, text = asked
+    ids = known(tokenizer, ids, *talk.texts(text))
     return Prompt(processor.expanded(ids, seen) if processor else ids, seen, text)
 
 
@@ -395,6 +427,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     conversation.unicode(text)
     return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
+
+
+def encoded_together(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text, as `tokenizer.encode` gives them without special tokens of its own; all cores take part."""
+    options = dict(add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+    each = [*dict.fromkeys(texts)]
+    found = dict(zip(each, tokenizer(each, **options)["input_ids"], strict=True)) if each else {}
+    return [found[text] for text in texts]
 
 
 def known(tokenizer: Any, ids: list[int], *texts: str) -> list[int]:
