@@ -21,7 +21,7 @@ from .attention.pattern import Pattern
 from .layer import Attention, Growth, Layer, Mixer, attention
 from .layers import rope as rotary
 from .layers import score_head
-from .layers.linear import linear
+from .layers.linear import linear, linears
 from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
 from .layers.score_head import ScoreHead
@@ -389,9 +389,8 @@ def queries_keys_values(h_BTD, w, mixer: Mixer, config: Config):
     """
     layer = mixer.layer
 
-    def heads(name, count, size):
-        x = checkpoint_name(linear(h_BTD, w[name], w.get(f"{name}_bias")), "qkv")
-        return x.reshape(*x.shape[:2], count, size)
+    def heads(x, count, size):
+        return checkpoint_name(x, "qkv").reshape(*x.shape[:2], count, size)
 
     def place(x, name):
         if name in w:
@@ -399,9 +398,10 @@ def queries_keys_values(h_BTD, w, mixer: Mixer, config: Config):
             x = rms_norm(whole, w[name], config.norm_eps, config.norm_offset).reshape(x.shape)
         return mixer.rotate(x)
 
-    q_BTNH = mixer.grow(place(heads("q", layer.heads, layer.key_dim), "q_norm"))
-    k_BTKH = place(heads("k", layer.kv_heads, layer.key_dim), "k_norm")
-    return q_BTNH, k_BTKH, heads("v", layer.kv_heads, layer.value_dim)
+    q, k, v = linears(h_BTD, w, ("q", "k", "v"))
+    q_BTNH = mixer.grow(place(heads(q, layer.heads, layer.key_dim), "q_norm"))
+    k_BTKH = place(heads(k, layer.kv_heads, layer.key_dim), "k_norm")
+    return q_BTNH, k_BTKH, heads(v, layer.kv_heads, layer.value_dim)
 
 
 def flat(x_BTNH):

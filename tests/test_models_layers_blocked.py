@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areax.core import quantised
-from areax.models.layers import blocked
+from areax.models.layers import blocked, native
 from areax.models.layers.linear import linear
 
 S, D, F = 11, 192, 77  # rows for which the compiled code has several loops, and an incomplete last block
@@ -67,21 +67,5 @@ def test_many_threads_give_the_same_bits():
 
 def test_without_a_compiler_xla_multiplies(case, monkeypatch):
     _, w, x, y = case
-    monkeypatch.setattr(blocked, "ready", lambda: False)
+    monkeypatch.setattr(native, "ready", lambda: False)
     np.testing.assert_allclose(jax.jit(lambda x, w: blocked.product(x, w))(x, w), y, atol=3e-5)
-
-
-def test_what_is_missing_is_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    blocked.missing.cache_clear()
-    try:
-        assert blocked.missing() == "there is no C compiler cc; install gcc or clang for faster decoding"
-        assert not blocked.ready()
-        compiler = tmp_path / "cc"
-        compiler.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
-        compiler.chmod(0o755)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        blocked.missing.cache_clear()
-        assert blocked.missing().endswith("cc failed: no such option")
-    finally:
-        blocked.missing.cache_clear()

@@ -55,6 +55,7 @@ CASES = thinned(itertools.product(PATTERNS, STARTS, [False, True], [(1, 1), (2, 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind, T, sinks, many", CASES)
 def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many, monkeypatch):
+    monkeypatch.setattr(attention, "kernel", lambda *_: None)
     monkeypatch.setattr(attention, "together", lambda *_: many)
     check(kind, T, sinks, 8, 5)
 
@@ -101,6 +102,7 @@ def test_pages_in_eight_bits(T):
 @pytest.mark.parametrize("many", [(1, 1), (6, 4)])
 @pytest.mark.parametrize("kind", PATTERNS)
 def test_a_query_gets_the_same_bits_at_any_place_among_others(kind, many, monkeypatch):
+    monkeypatch.setattr(attention, "kernel", lambda *_: None)
     monkeypatch.setattr(attention, "together", lambda *_: many)
     offsets(kind, 8, 5)
 

@@ -1,31 +1,20 @@
 """Products of few rows with weights in blocks, on CPUs: weights are read once, in the dtype in which they are kept.
 
 XLA's own products of few rows run at a fraction of what a CPU reads and multiplies, widen weights in memory first, and
-sum in an order that depends on the number of rows. `blocked.c` does none of that. It is compiled for the machine when
-it is first needed, by the C compiler `cc`, and kept in the user's cache folder.
+sum in an order that depends on the number of rows. `native/blocked.c` does none of that.
 """
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...core.quantised import NF4, QuantisedWeight
+from . import native
 
-SOURCE = Path(__file__).with_suffix(".c")
-CALL = "areax_blocked"
 OUTPUTS = 32  # of a block
-FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
 
 @jax.tree_util.register_dataclass
@@ -66,13 +55,18 @@ def of_rows(weights, active_S):
 
 
 def product(x_SD, w: Blocked):
-    """x @ w^T, f32[S, out], of x in fp32. If `ready`, the bits of a row depend neither on S nor on other rows."""
-    if not ready():
-        return _by_xla(x_SD, w)
-    active_S = jnp.ones(len(x_SD), bool) if w.active is None else w.active
-    scale = () if w.scale is None else (w.scale,)
-    call = jax.ffi.ffi_call(CALL, jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32))
-    return call(x_SD, active_S, w.weight, *scale)
+    """x @ w^T, f32[S, out], of x in fp32. If `native.ready`, the bits of a row depend neither on S nor on other rows."""
+    return products(x_SD, [w])[0]
+
+
+def products(x_SD, weights: Sequence[Blocked]) -> list:
+    """`product` with each of some weights, in one call."""
+    if not native.ready():
+        return [_by_xla(x_SD, w) for w in weights]
+    active_S = jnp.ones(len(x_SD), bool) if weights[0].active is None else weights[0].active
+    kept = [x for w in weights for x in (w.weight, w.scale) if x is not None]
+    made = [jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32) for w in weights]
+    return jax.ffi.ffi_call("areax_blocked", made)(x_SD, active_S, *kept)
 
 
 def _by_xla(x_SD, w: Blocked):
@@ -86,48 +80,3 @@ def _by_xla(x_SD, w: Blocked):
         w_FDN = by_group.reshape(w_FDN.shape)
     y_SFN = jnp.einsum("SD,FDN->SFN", x_SD, w_FDN, preferred_element_type=jnp.float32)
     return y_SFN.reshape(len(x_SD), -1)[:, : w.outputs]
-
-
-def ready() -> bool:
-    """Whether `blocked.c` multiplies: the devices are CPUs, and there is a compiler."""
-    return jax.default_backend() == "cpu" and not missing()
-
-
-@functools.cache
-def missing() -> str:
-    """Compiles `blocked.c`, unless it has been compiled for this machine before, and makes it known to XLA; returns why
-    that is not possible, or ""."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return "there is no C compiler cc; install gcc or clang for faster decoding"
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    command = [compiler, *FLAGS, native, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o"]
-    try:
-        library = _folder() / f"{SOURCE.stem}-{_machine(command)}.so"
-        if not library.exists():
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # others may compile it, too
-                made = Path(folder) / library.name
-                subprocess.run([*command, str(made)], check=True, capture_output=True, text=True)
-                made.rename(library)
-        function = getattr(ctypes.CDLL(str(library)), CALL)
-    except subprocess.CalledProcessError as error:
-        return f"{compiler} failed: {error.stderr.strip()[:200]}"
-    except OSError as error:
-        return f"{error.filename or library}: {error.strerror or error}"
-    jax.ffi.register_ffi_target(CALL, jax.ffi.pycapsule(function), platform="cpu")
-    return ""
-
-
-def _folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areax" / "native"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _machine(command: list[str]) -> str:
-    """Identifies the source, how it is compiled, and for which instructions."""
-    cpu = Path("/proc/cpuinfo")
-    known = ("flags", "Features", "CPU part")
-    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
-    instructions = sorted({line for line in lines if line.startswith(known) or not cpu.exists()})
-    return hashlib.sha256("\n".join([*command, *instructions, SOURCE.read_text()]).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """The linear layer, used for all matmuls with a weight. Weights are [out, in]."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,23 @@ def linear(x, w, bias=None):
     else:
         wide = flat.ndim == 2 and min(w.shape) >= WIDE and jax.default_backend() == "cpu"
         y = (_wide_product if wide else _product)(flat, w.astype(x.dtype))
+    return _with_bias(y, bias, x)
+
+
+def linears(x, w, names: Sequence[str]) -> list:
+    """`linear` of the named weights, each with its bias if there is one; those in blocks are multiplied in one call."""
+    biases = [w.get(f"{name}_bias") for name in names]
+    if not all(isinstance(w[name], Blocked) for name in names):
+        return [linear(x, w[name], bias) for name, bias in zip(names, biases, strict=True)]
+    flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    each = zip(blocked.products(flat, [w[name] for name in names]), biases, strict=True)
+    return [_with_bias(y.astype(x.dtype), bias, x) for y, bias in each]
+
+
+def _with_bias(y, bias, x):
+    """y + bias, in the shape of x but for the last axis."""
     if bias is not None:
-        y = y + bias.astype(x.dtype)[(None,) * (flat.ndim - 1)]
+        y = y + bias.astype(x.dtype)[(None,) * (y.ndim - 1)]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .linear import linear
+from .linear import linear, linears
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SILU = Activation()
 
 def gated_mlp(x_BTD, w, activation: Activation = SILU):
     """down(activation(gate x, up x)), by default SwiGLU (arXiv:2002.05202); with biases if the weights exist."""
-    halves = (checkpoint_name(_linear(x_BTD, w, name), "mlp_gate_up") for name in ("gate", "up"))
+    halves = (checkpoint_name(half_BTF, "mlp_gate_up") for half_BTF in linears(x_BTD, w, ("gate", "up")))
     return _linear(activation(*halves), w, "down")
 
 

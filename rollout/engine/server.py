@@ -17,7 +17,7 @@ from ...adapters import hf
 from ...adapters.data import images
 from ...core import param
 from ...models import config_json
-from ...models.layers import blocked
+from ...models.layers import native
 from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
@@ -103,7 +103,7 @@ def described(service: Service) -> str:
         line += ", images"
     elif why := blind(path):
         line += f", {why}"
-    if jax.default_backend() == "cpu" and (lacking := blocked.missing()):
+    if jax.default_backend() == "cpu" and (lacking := native.missing()):
         line += f", products by XLA ({lacking})"
     if service.tokenizer is None:
         line += ", token ids only (the folder has no tokenizer)"

@@ -13,7 +13,7 @@ from ....parallel import mesh
 from ....parallel.shard_map import island
 from . import pool
 
-KERNELS = {"gpu": ".attention_gpu", "tpu": ".attention_tpu"}  # imported where they run
+KERNELS = {"cpu": ".attention_cpu", "gpu": ".attention_gpu", "tpu": ".attention_tpu"}  # imported where they run
 SPLIT = P(None, "tp")  # pages over devices, by heads
 PAGES = 8  # pages of each sequence that accelerators read at a time
 FEW = 8  # pages that are copied one by one, which is faster on a CPU

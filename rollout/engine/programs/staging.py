@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ....adapters import hf
 from ....core import param, quantised
-from ....models.layers import blocked
+from ....models.layers import blocked, native
 from ....models.layers.blocked import Blocked
 from ....models.layers.linear import MultiLoRAWeight, Transposed
 from ....parallel import rules, transfer, turns
@@ -17,7 +17,7 @@ from ....parallel import rules, transfer, turns
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 EXACT = "router", "shared_router"  # weights that are not rounded
 HEAD = {"nf4": "int8"}  # how heads are kept, which 4 bits harm most
-LEAST = 1 << 17  # entries of a matrix for blocks; XLA multiplies smaller ones sooner, as they stay in a cache
+LEAST = 1 << 14  # entries of a matrix for blocks; XLA multiplies smaller ones sooner, as they stay in a cache
 APART = "kv_up"  # whose parts are multiplied by themselves (`latent`)
 
 
@@ -97,7 +97,7 @@ def _matrix(w, sharding, name: str, weights: str):
     kind = "auto" if name in EXACT else HEAD.get(weights, weights) if name == "head" else weights
     exact = kind == "auto"
     small = w.shape[0] * w.shape[1] < LEAST
-    if name == APART or (exact and (small or sharding.mesh.size > 1 or w.dtype != np.float32 or not blocked.ready())):
+    if name == APART or (exact and (small or sharding.mesh.size > 1 or w.dtype != np.float32 or not native.ready())):
         return Transposed(_ready(w, sharding, True))
     with turns.taken(sharding.mesh):
         w = jax.device_put(w, sharding)

@@ -1,40 +1,16 @@
-// y = x w^T for few rows x[S, D], as a call of XLA on CPUs. Weights are read as they are kept, and widened to fp32.
+// y = x w^T for few rows x[S, D] and some weights, as a call of XLA on CPUs. Weights are read as they are kept, and
+// widened to fp32.
 //
 // Weights lie in blocks of N outputs, [F / N, D, N], so that N neighbouring numbers belong to as many sums. Each sum is
 // over groups of entries in order, which may have scales: its bits depend neither on S nor on threads.
 
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#include "xla/ffi/api/c_api.h"
+#include "call.h"
 
 #define N 32  // outputs of a block
-#if defined(__AVX512F__)
-#define LANES 16  // of a vector
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
 #define WIDE (2 * LANES)  // outputs at a time
 #define GROUP 64         // entries that are summed by themselves: long sums lose digits
 #define SMALL (1 << 16)  // products that one thread computes sooner than others would come
-#define PATIENCE 4096    // turns of waiting for helpers before others may run
 #define AHEAD 8192  // bytes that are fetched ahead: without, a core waits for memory
-
-typedef float f32 __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t i32 __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t u32 __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int16_t i16 __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef uint16_t u16 __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef int8_t i8 __attribute__((vector_size(LANES), aligned(1)));
-typedef uint8_t u8 __attribute__((vector_size(LANES), aligned(1)));
 
 typedef struct {
   const float *x, *scale;
@@ -151,90 +127,54 @@ static inline void put(float *y, int64_t room, f32 a, f32 b) {
 
 BLOCK(f32, 32) BLOCK(bf16, 16) BLOCK(int8, 8) BLOCK(nf4, 4)
 
-// Threads: those of XLA. The caller and helpers take pieces of the blocks until none is left.
+// The blocks of all weights, which threads share.
 
 typedef struct {
   Product product;
   void (*block)(const Product *, int64_t);
+  int64_t blocks;
+} Weight;
+
+typedef struct {
   int64_t blocks, pieces;
-  atomic_long next, done, users;
-  int64_t rows[];  // of the product
-} Work;
+  const Weight *weights;
+} Task;
 
-static void take(Work *work) {
-  int64_t piece;
-  while ((piece = atomic_fetch_add(&work->next, 1)) < work->pieces) {
-    int64_t end = work->blocks * (piece + 1) / work->pieces;
-    for (int64_t b = work->blocks * piece / work->pieces; b < end; b++) work->block(&work->product, b);
-    atomic_fetch_add(&work->done, 1);
-  }
+static void piece(const void *data, int64_t i) {
+  const Task *task = data;
+  int64_t b = task->blocks * i / task->pieces, end = task->blocks * (i + 1) / task->pieces, before = 0;
+  for (const Weight *w = task->weights; b < end; before += w->blocks, w++)
+    for (; b < end && b - before < w->blocks; b++) w->block(&w->product, b - before);
 }
 
-static void leave(Work *work) {
-  if (atomic_fetch_sub(&work->users, 1) == 1) free(work);
-}
-
-static void help(void *work) {
-  take(work);
-  leave(work);
-}
-
-static XLA_FFI_Error *refusal(const XLA_FFI_CallFrame *frame, const char *message) {
-  XLA_FFI_Error_Create_Args args = {
-      XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message, XLA_FFI_Error_Code_INVALID_ARGUMENT};
-  return frame->api->XLA_FFI_Error_Create(&args);
-}
-
-// (x f32[S, D], active[S], w f32 or bf16 [blocks, D, N]), or (x, active, code s8 [blocks, D, N] or u8 [blocks, D / 2, N],
-// scale f32[blocks, groups, N]) -> y f32[S, F], 0 in rows that are not active.
+// (x f32[S, D], active[S], then for each weight w f32 or bf16 [blocks, D, N], or code s8 [blocks, D, N] or u8 [blocks,
+// D / 2, N] and scale f32[blocks, groups, N]) -> y f32[S, F] of each, 0 in rows that are not active.
 XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {  // its type has two names
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    return NULL;
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *x = argument(frame, 0), *active = argument(frame, 1);
+  const int64_t S = x->dims[0], D = x->dims[1], count = frame->rets.size;
+  int64_t rows[S], used = 0;
+  Weight weights[count];
+  for (int64_t s = 0; s < S; s++)
+    if (((const uint8_t *)active->data)[s]) rows[used++] = s;
+  Task task = {.weights = weights};
+  int64_t outputs = 0;
+  for (int64_t i = 0, at = 2; i < count; i++) {
+    const XLA_FFI_Buffer *w = argument(frame, at++), *y = result(frame, i), *scale = NULL;
+    if (w->dtype == XLA_FFI_DataType_S8 || w->dtype == XLA_FFI_DataType_U8) scale = argument(frame, at++);
+    const int64_t F = y->dims[1], size = scale ? D / scale->dims[1] : GROUP;
+    weights[i] = (Weight){{x->data, scale ? scale->data : NULL, w->data, y->data, rows, used, D, F, size},
+                          w->dtype == XLA_FFI_DataType_F32    ? block_f32
+                          : w->dtype == XLA_FFI_DataType_BF16 ? block_bf16
+                          : w->dtype == XLA_FFI_DataType_S8   ? block_int8
+                                                              : block_nf4,
+                          w->dims[0]};
+    task.blocks += w->dims[0], outputs += F;
+    for (int64_t s = 0; s < S; s++)
+      if (!((const uint8_t *)active->data)[s]) memset((float *)y->data + s * F, 0, F * sizeof(float));
   }
-  XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, *x = args[0], *active = args[1], *w = args[2];
-  XLA_FFI_Buffer *scale = frame->args.size > 3 ? args[3] : NULL, *y = frame->rets.rets[0];
-  int64_t threads = 1, S = x->dims[0], D = x->dims[1], F = y->dims[1];
-  XLA_FFI_ThreadPool_NumThreads_Args count = {
-      XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
-  if (error) return error;
-  Work *work = malloc(sizeof *work + S * sizeof *work->rows);
-  if (!work) return refusal(frame, "areax_blocked: no memory");
-  *work = (Work){.product = {x->data, scale ? scale->data : NULL, w->data, y->data, work->rows, 0, D, F,
-                             scale ? D / scale->dims[1] : GROUP},
-                 .blocks = w->dims[0]};
-  for (int64_t s = 0; s < S; s++) {
-    if (((const uint8_t *)active->data)[s])
-      work->rows[work->product.S++] = s;
-    else
-      memset((float *)y->data + s * F, 0, F * sizeof(float));
-  }
-  switch (w->dtype) {
-    case XLA_FFI_DataType_F32: work->block = block_f32; break;
-    case XLA_FFI_DataType_BF16: work->block = block_bf16; break;
-    case XLA_FFI_DataType_S8: work->block = block_int8; break;
-    default: work->block = block_nf4;
-  }
-  int64_t small = work->product.S * D * F < SMALL;
-  work->pieces = threads < 2 || small ? 1 : work->blocks < 4 * threads ? work->blocks : 4 * threads;
-  int64_t helpers = work->pieces < threads ? work->pieces - 1 : threads - 1;
-  atomic_store(&work->users, helpers + 1);
-  for (int64_t i = 0; i < helpers && !error; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args help_args = {
-        XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, work};
-    error = frame->api->XLA_FFI_ThreadPool_Schedule(&help_args);
-    if (error) atomic_fetch_sub(&work->users, helpers - i);  // of those that will not come
-  }
-  take(work);
-  for (int turns = 0; atomic_load(&work->done) < work->pieces; turns++) {
-    if (turns > PATIENCE) sched_yield();  // to a helper that has no core
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  leave(work);
-  return error;
+  const int64_t threads = used * D * outputs < SMALL ? 1 : threads_of(frame);
+  task.pieces = threads < 2 ? 1 : task.blocks < 4 * threads ? task.blocks : 4 * threads;
+  each_piece(frame, piece, &task, task.pieces, threads);
+  return NULL;
 }

@@ -1,0 +1,67 @@
+"""Calls of XLA in C, for CPUs: compiled for the machine when they are first needed, by the C compiler `cc`, and kept in
+the user's cache folder. Without a compiler XLA computes the same, more slowly.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "paged")]
+HEADER = Path(__file__).with_name("call.h")
+CALLS = "areax_blocked", "areax_paged"
+FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
+
+
+def ready() -> bool:
+    """Whether the calls can be used: the devices are CPUs, and there is a compiler."""
+    return jax.default_backend() == "cpu" and not missing()
+
+
+@functools.cache
+def missing() -> str:
+    """Compiles the calls, unless they have been compiled for this machine before, and makes them known to XLA; returns
+    why that is not possible, or ""."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return "there is no C compiler cc; install gcc or clang for faster decoding"
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    command = [compiler, *FLAGS, native, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o"]
+    try:
+        library = _folder() / f"areax-{_machine(command)}.so"
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # others may compile it, too
+                made = Path(folder) / library.name
+                subprocess.run([*command, str(made)], check=True, capture_output=True, text=True)
+                made.rename(library)
+        functions = {name: getattr(ctypes.CDLL(str(library)), name) for name in CALLS}
+    except subprocess.CalledProcessError as error:
+        return f"{compiler} failed: {error.stderr.strip()[:200]}"
+    except OSError as error:
+        return f"{error.filename or library}: {error.strerror or error}"
+    for name, function in functions.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    return ""
+
+
+def _folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areax" / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _machine(command: list[str]) -> str:
+    """Identifies the sources, how they are compiled, and for which instructions."""
+    cpu = Path("/proc/cpuinfo")
+    known = ("flags", "Features", "CPU part")
+    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    instructions = sorted({line for line in lines if line.startswith(known) or not cpu.exists()})
+    sources = [file.read_text() for file in (*SOURCES, HEADER)]
+    return hashlib.sha256("\n".join([*command, *instructions, *sources]).encode()).hexdigest()[:16]
