@@ -19,8 +19,9 @@ from ..parallel import vocab
 from . import config_json
 from .attention.pattern import Pattern
 from .layer import Attention, Growth, Layer, Mixer, attention
+from .layers import blocked, score_head
 from .layers import rope as rotary
-from .layers import score_head
+from .layers.blocked import Blocked
 from .layers.linear import linear, linears
 from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
@@ -416,5 +417,7 @@ def add(x_BTD, out_BTD, config: Config):
 
 def embed(params, token_BT, config: Config, dtype):
     """Token embeddings, in the compute dtype; so is their scale, as in transformers."""
-    x_BTD = vocab.take(params["embed"], token_BT, dtype)
+    table = params["embed"] if "embed" in params else params["head"]  # of an engine, one for both
+    read = blocked.rows if isinstance(table, Blocked) else vocab.take
+    x_BTD = read(table, token_BT, dtype)
     return x_BTD if config.embed_scale == 1 else x_BTD * jnp.asarray(config.embed_scale, dtype)

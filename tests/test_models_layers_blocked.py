@@ -57,6 +57,20 @@ def test_a_linear_layer_multiplies_by_them_in_its_dtype(case):
     assert linear(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
 
 
+def test_several_weights_are_multiplied_in_one_call(case):
+    _, w, x, y = case
+    other = blocked.blocks(jnp.asarray(drawn(4, 40, D)))
+    both = blocked.of_rows([w, other, w], ACTIVE)
+    made = jax.jit(blocked.products)(x, both)
+    for one, weight in zip(made, both, strict=True):
+        np.testing.assert_array_equal(one, jax.jit(blocked.product)(x, weight))
+
+
+def test_rows_of_a_weight_are_read_from_its_blocks():
+    w, index = jnp.asarray(drawn(0, F, D)), jnp.array([[3, 76], [0, 31]])
+    np.testing.assert_array_equal(blocked.rows(blocked.blocks(w), index, jnp.float32), w[index])
+
+
 def test_many_threads_give_the_same_bits():
     x, w = jnp.asarray(drawn(2, 3, 512)), blocked.blocks(jnp.asarray(drawn(3, 4096, 512)))
     f = jax.jit(blocked.product)

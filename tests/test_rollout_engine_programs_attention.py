@@ -92,6 +92,19 @@ def check(kind, T, sinks, H, V, atol=2e-6, kept=np.float32):
     np.testing.assert_array_equal(again, np.where(active_B[:, None, None, None], got[turned], 0))
 
 
+@pytest.mark.parametrize("T", STARTS)
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_the_call_of_cpus_gives_the_same(kind, T):
+    """Sizes that fill vectors, and that do not; pages in both dtypes."""
+    check(kind, T, kind == "all", 64, 40)
+    check(kind, T, kind != "all", 8, 5, kept=ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_the_call_of_cpus_gives_a_query_the_same_bits_at_any_place_among_others(kind):
+    offsets(kind, 64, 40)
+
+
 @pytest.mark.parametrize("T", [1, 16])
 def test_pages_in_eight_bits(T):
     """What is read is what the numbers in pages stand for."""

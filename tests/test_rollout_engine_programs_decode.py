@@ -16,7 +16,7 @@ from areax import models
 from areax.adapters import hf
 from areax.core import packing, param, quantised
 from areax.models import paging
-from areax.models.layers import blocked
+from areax.models.layers import native
 from areax.models.layers.blocked import Blocked
 from areax.models.layers.linear import Transposed
 from areax.rollout.engine import in_process
@@ -225,7 +225,7 @@ def test_without_a_compiler_xla_multiplies(monkeypatch, in_blocks):
     with Engine(config, params, **SIZES) as engine:
         assert isinstance(engine.weights["head"], Blocked)
         fast = engine.generate(asked())
-    monkeypatch.setattr(blocked, "ready", lambda: False)
+    monkeypatch.setattr(native, "ready", lambda: False)
     with Engine(config, params, **SIZES) as engine:
         assert isinstance(engine.weights["head"], Transposed)
         for one, other in zip(fast, engine.generate(asked()), strict=True):
@@ -241,6 +241,18 @@ def test_samples_keep_their_bits_beside_others(in_blocks):
         engine.flush()
         for one, other in zip(alone, engine.generate(asked()), strict=True):
             assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
+
+
+def test_a_tied_head_in_blocks_is_the_only_copy_in_any_dtype(in_blocks):
+    config, params = model("qwen3")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        kept = jax.tree.map(lambda x, dtype=dtype: jnp.asarray(x).astype(dtype), params)
+        with Engine(config, kept, **SIZES) as engine:
+            assert "embed" not in engine.weights and engine.weights["head"].weight.dtype == dtype
+            alone = [engine.generate([one])[0] for one in asked()]
+            engine.flush()
+            for one, other in zip(alone, engine.generate(asked()), strict=True):
+                assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
 
 
 def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32(in_blocks):

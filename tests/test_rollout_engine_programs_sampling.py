@@ -6,6 +6,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areax.models.layers import native
 from areax.rollout.engine.programs import sampling
 
 choose = jax.jit(sampling.choose)
@@ -78,6 +79,25 @@ def test_tokens_are_drawn_from_the_filtered_distribution(how):
     # ... but the logprobs are those before bans and filters
     plain_V = np.log(probabilities(LOGITS, how.get("temperature", 1.0)))
     np.testing.assert_allclose(logp_S, plain_V[token_S], atol=1e-5)
+
+
+@pytest.mark.parametrize("V", [7, 3001])
+def test_the_call_of_cpus_draws_what_xla_draws(V):
+    if not native.ready():
+        pytest.skip("no compiler")
+    rng, S = np.random.default_rng(0), 96
+    logits_SV = jnp.asarray(rng.normal(size=(S, V)) * 3, jnp.float32).at[5, 2].set(-jnp.inf)
+    some = lambda *values: jnp.asarray(rng.choice(values, S), jnp.float32)
+    seed_S2 = jnp.asarray(rng.integers(0, 1 << 32, (S, 2)), jnp.uint32)
+    top_k_S = some(-1, 1, 5, 50).astype(jnp.int32)
+    mixed = sampling.Controls(seed_S2, some(0, 0.7, 1.3), top_k_S, some(1, 0.9, 0.3), some(0, 0.1))
+    index_S, active_S = jnp.asarray(rng.integers(0, 1 << 20, S), jnp.int32), jnp.asarray(rng.random(S) < 0.9)
+    open_SV = logits_SV.at[:, 1].set(-jnp.inf)
+    token_S, *others = sampling._by_call(logits_SV, open_SV, mixed, index_S, active_S)
+    expected_S, *rest = sampling._by_xla(logits_SV, open_SV, mixed, index_S, active_S)
+    np.testing.assert_array_equal(token_S, np.where(active_S, expected_S, 0))
+    for x_S, y_S in zip(others, rest, strict=True):
+        np.testing.assert_allclose(x_S, np.where(active_S, y_S, 0), atol=5e-6)
 
 
 @pytest.mark.slow

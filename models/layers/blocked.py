@@ -48,6 +48,11 @@ def _rows_apart(w_FD):
     return jnp.pad(w_FD, ((0, -F % OUTPUTS), (0, 0))).reshape(-1, OUTPUTS, D).swapaxes(1, 2)
 
 
+def rows(w: Blocked, index, dtype):
+    """The rows w[index], [..., in]; the weight has no code."""
+    return w.weight[index // OUTPUTS, :, index % OUTPUTS].astype(dtype)
+
+
 def of_rows(weights, active_S):
     """The weights, a tree, such that products with rows [S, in] compute the active ones alone; others give 0."""
     is_leaf = lambda x: isinstance(x, Blocked)
@@ -55,14 +60,15 @@ def of_rows(weights, active_S):
 
 
 def product(x_SD, w: Blocked):
-    """x @ w^T, f32[S, out], of x in fp32. If `native.ready`, the bits of a row depend neither on S nor on other rows."""
+    """x @ w^T, f32[S, out]. If `native.ready`, the bits of a row depend neither on S nor on other rows."""
     return products(x_SD, [w])[0]
 
 
-def products(x_SD, weights: Sequence[Blocked]) -> list:
+def products(x_SD, weights: Sequence[Blocked]) -> Sequence:
     """`product` with each of some weights, in one call."""
     if not native.ready():
         return [_by_xla(x_SD, w) for w in weights]
+    x_SD = x_SD.astype(jnp.float32)
     active_S = jnp.ones(len(x_SD), bool) if weights[0].active is None else weights[0].active
     kept = [x for w in weights for x in (w.weight, w.scale) if x is not None]
     made = [jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32) for w in weights]

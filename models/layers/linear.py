@@ -55,7 +55,7 @@ def linear(x, w, bias=None):
         return jnp.where((w.index > 0)[:, None, None], plain + change.astype(plain.dtype), plain)
     flat = x if mesh.size("cp") > 1 else x.reshape(-1, x.shape[-1])
     if isinstance(w, Blocked):
-        y = blocked.product(flat.astype(jnp.float32), w).astype(x.dtype)
+        y = blocked.product(flat, w).astype(x.dtype)
     elif isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)
     else:
@@ -69,7 +69,7 @@ def linears(x, w, names: Sequence[str]) -> list:
     biases = [w.get(f"{name}_bias") for name in names]
     if not all(isinstance(w[name], Blocked) for name in names):
         return [linear(x, w[name], bias) for name, bias in zip(names, biases, strict=True)]
-    flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    flat = x.reshape(-1, x.shape[-1])
     each = zip(blocked.products(flat, [w[name] for name in names]), biases, strict=True)
     return [_with_bias(y.astype(x.dtype), bias, x) for y, bias in each]
 

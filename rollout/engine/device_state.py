@@ -234,7 +234,7 @@ class DeviceState:
           routed: return the experts of the tokens.
           views: what they see of images that were encoded; None = they are text alone.
         """
-        seen = views and images.seen(views, self._features, self._config.vision, self.weights["embed"].dtype)
+        seen = views and images.seen(views, self._features, self._config.vision, self.weights["norm"].dtype)
         self.held, hidden_RTD, routed_RTLK = prompts.prefill(
             self._with_adapters(), self.held, token_RT, next_R, start_R, length_R, total_R, adapter_R, slot_R,
             table_KRX, seen, config=self._config, of_layer=self.of_layer,

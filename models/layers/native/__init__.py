@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 
-SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "paged")]
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "paged")]
 HEADER = Path(__file__).with_name("call.h")
-CALLS = "areax_blocked", "areax_paged"
+CALLS = "areax_blocked", "areax_draw", "areax_paged"
 FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
 
@@ -33,7 +33,7 @@ def missing() -> str:
     if compiler is None:
         return "there is no C compiler cc; install gcc or clang for faster decoding"
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    command = [compiler, *FLAGS, native, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o"]
+    command = [compiler, *FLAGS, native, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-lm", "-o"]
     try:
         library = _folder() / f"areax-{_machine(command)}.so"
         if not library.exists():

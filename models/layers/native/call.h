@@ -28,6 +28,36 @@ typedef uint16_t u16 __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef int8_t i8 __attribute__((vector_size(LANES), aligned(1)));
 typedef uint8_t u8 __attribute__((vector_size(LANES), aligned(1)));
 
+static const int32_t order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// e^x to about 1 ulp for x <= 0, 0 below -87: 2^n times a polynomial of the rest (Cephes' expf).
+static inline f32 exponential(f32 x) {
+  const i32 low = x < -87.0f;
+  x = (f32)((i32)x & ~low);
+  const f32 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const f32 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  f32 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const i32 power = (__builtin_convertvector(n, i32) + 127) << 23;
+  return (f32)((i32)(p * (f32)power) & ~low);
+}
+
+static inline float largest(f32 x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+static inline float total(f32 x) {
+  float sum = 0;
+  for (int i = 0; i < LANES; i++) sum += x[i];
+  return sum;
+}
+
 // Whether the call only asks for the version of this interface, which is then said.
 static inline int asks_version(const XLA_FFI_CallFrame *frame) {
   if (!frame->extension_start || frame->extension_start->type != XLA_FFI_Extension_Metadata) return 0;

@@ -8,8 +8,6 @@
 #define UNSEEN -1e30f
 #define SMALL (1 << 20)  // products that one thread computes sooner than others would come
 
-static const int32_t order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 typedef struct {
   const float *q;  // [B, K, R, H]
   const char *keys, *values;  // [pages, K, H, C], [pages, K, C, V]
@@ -34,34 +32,6 @@ static inline f32 some(const char *data, int narrow, int64_t i, int64_t count) {
   }
   memcpy(&whole, data + 4 * i, 4 * count);
   return whole;
-}
-
-// e^x to about 1 ulp for x <= 0, 0 below -87: 2^n times a polynomial of the rest (Cephes' expf).
-static inline f32 exponential(f32 x) {
-  const i32 low = x < -87.0f;
-  x = (f32)((i32)x & ~low);
-  const f32 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  const f32 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  f32 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const i32 power = (__builtin_convertvector(n, i32) + 127) << 23;
-  return (f32)((i32)(p * (f32)power) & ~low);
-}
-
-static inline float largest(f32 x) {
-  float most = x[0];
-  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  return most;
-}
-
-static inline float total(f32 x) {
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += x[i];
-  return sum;
 }
 
 // T queries of one sequence and head times one vector of positions (SCORES), of values (VALUES). Variables are named by query, so
@@ -168,7 +138,6 @@ static void piece(const void *data, int64_t i) {  // one of `parts` of the queri
   const Attention *a = data;
   const int64_t b = i / a->parts / a->K, k = i / a->parts % a->K, part = i % a->parts;
   int64_t r = a->R * part / a->parts, end = a->R * (part + 1) / a->parts;
-  if (!a->pages[b]) return;
   for (; r + 8 <= end; r += 8) tile(a, b, k, r, 8);
   for (; r + 4 <= end; r += 4) tile(a, b, k, r, 4);
   for (; r + 2 <= end; r += 2) tile(a, b, k, r, 2);
@@ -177,7 +146,7 @@ static void piece(const void *data, int64_t i) {  // one of `parts` of the queri
 
 // (q f32[B, K, R, H], keys f32 or bf16 [pages, K, H, C], values [pages, K, C, V], table s32[B, X], the position of each
 // query and the first that it sees s32[B, R], the first page of each sequence and their number s32[B], softcap f32[] or
-// 0) -> most f32[B, K, R, 1], sum f32[B, K, R, 1], out f32[B, K, R, V], undefined where there is no page.
+// 0) -> most f32[B, K, R, 1], sum f32[B, K, R, 1], out f32[B, K, R, V]; -1e30, 0 and 0 where there is no page.
 XLA_FFI_Error *areax_paged(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *q = argument(frame, 0), *keys = argument(frame, 1), *values = argument(frame, 2);

@@ -18,8 +18,7 @@ def supports(keys_PKHC, values_PKCV) -> bool:
 def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern):
     """The softmax of R queries of each sequence over `count` pages from its `first`, as `attention_gpu.read`.
 
-    What a query gets depends neither on how many others there are nor on the size of pages. That of sequences without a
-    page is undefined.
+    What a query gets depends neither on how many others there are nor on the size of pages.
     """
     (B, K, R, _), V = q_BKRH.shape, pages[1].shape[3]
     made = [jax.ShapeDtypeStruct((B, K, R, size), jnp.float32) for size in (1, 1, V)]

@@ -58,7 +58,7 @@ def prefill(
     position_RT = start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     active_R = length_R > 0
     mixer = mixers(config.records, position_RT, seen and seen.position_3RT, jnp.repeat(total_R[:, None], T, 1))
-    x = module.embed(weights, token_RT, config, weights["embed"].dtype)
+    x = module.embed(weights, token_RT, config, weights["norm"].dtype)
     x = vision.replaced(x, seen.feature_NRTD[0], seen.feature_RT) if seen else x
     held = list(held)
 

@@ -4,7 +4,6 @@ Rows never mix, and options that no row uses are skipped with `lax.cond` without
 compiled program serves greedy, sampled and filtered requests together.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ....core.shapes import shaped
+from ....models.layers import native
+from ....parallel import mesh
 from ..request import TOP
 
 
@@ -32,8 +33,6 @@ class Controls:
     top_p_S: Any
     min_p_S: Any
 
-
-LARGE = 1 << 14  # vocabulary for which a CPU computes noise by some rows at a time, to leave out others
 
 Change = tuple[Any, Callable[[Any], Any]]  # (whether any row needs it, a function of logits_SV that keeps other rows)
 
@@ -60,64 +59,73 @@ def choose(
       top_logp_SK and top_id_SK, K = min(TOP, V), undefined if no row requests them.
     """
     S, V = logits_SV.shape
-    greedy_S = controls.temperature_S == 0
-    drawn_S = ~greedy_S if active_S is None else ~greedy_S & active_S
-    temperature_S1 = jnp.where(greedy_S, 1, controls.temperature_S)[:, None]
-    scaled_SV = logits_SV / temperature_S1
+    active_S = jnp.ones(S, bool) if active_S is None else active_S
+    needed, changed = change or (False, None)
+    banned = jnp.any(banned_SE < V)
+
+    def changed_and_banned(logits_SV):
+        open_SV = jax.lax.cond(needed, changed, lambda x_SV: x_SV, logits_SV) if changed else logits_SV
+        return open_SV.at[jnp.arange(S)[:, None], banned_SE].set(-jnp.inf, mode="drop")
+
+    draw = _by_call if native.ready() and mesh.one_device() else _by_xla
+    rest = controls, index_S, active_S
+    token_S, logp_S, lse_S = jax.lax.cond(
+        needed | banned,
+        lambda logits_SV: draw(logits_SV, changed_and_banned(logits_SV), *rest),
+        lambda logits_SV: draw(logits_SV, logits_SV, *rest),
+        logits_SV,
+    )
+    K = min(TOP, V)
+
+    def top(logits_SV):
+        value_SK, id_SK = jax.lax.top_k(logits_SV / _temperature(controls)[:, None], K)
+        return value_SK - lse_S[:, None], id_SK
+
+    def none(_):
+        return jnp.zeros((S, K), logits_SV.dtype), jnp.zeros((S, K), jnp.int32)
+
+    top_logp_SK, top_id_SK = jax.lax.cond(jnp.any(top_S > 0), top, none, logits_SV)
+    return token_S, logp_S, top_logp_SK, top_id_SK
+
+
+def _temperature(controls: Controls):
+    return jnp.where(controls.temperature_S == 0, 1, controls.temperature_S)
+
+
+def _by_call(logits_SV, open_SV, controls: Controls, index_S, active_S):
+    """(token_S drawn from `open`, logp_S by `logits`, lse_S of them), each row by itself; 0 where it is not active."""
+    row = lambda dtype: jax.ShapeDtypeStruct((len(logits_SV),), dtype)
+    of_rows = controls.temperature_S, controls.top_p_S, controls.min_p_S, controls.top_k_S, index_S.astype(jnp.int32)
+    call = jax.ffi.ffi_call("areax_draw", [row(jnp.int32), row(jnp.float32), row(jnp.float32)])
+    return call(logits_SV, open_SV, *of_rows, controls.seed_S2, active_S)
+
+
+def _by_xla(logits_SV, open_SV, controls: Controls, index_S, active_S):
+    temperature_S1, greedy_S = _temperature(controls)[:, None], controls.temperature_S == 0
+    drawn_S = ~greedy_S & active_S
+    scaled_SV, open_SV = logits_SV / temperature_S1, open_SV / temperature_S1
     lse_S = jax.nn.logsumexp(scaled_SV, -1)
-
-    def ban(x_SV):
-        return x_SV.at[jnp.arange(S)[:, None], banned_SE].set(-jnp.inf, mode="drop")
-
-    open_SV = scaled_SV
-    if change is not None:
-        needed, changed = change
-        open_SV = jax.lax.cond(needed, lambda x_SV: changed(logits_SV) / temperature_S1, lambda x_SV: x_SV, open_SV)
-    open_SV = jax.lax.cond(jnp.any(banned_SE < V), ban, lambda x_SV: x_SV, open_SV)
     filters = (controls.top_k_S > 0) | (controls.top_p_S < 1) | (controls.min_p_S > 0)
     open_SV = jax.lax.cond(
         jnp.any(filters & drawn_S), lambda x_SV: filtered(x_SV, controls), lambda x_SV: x_SV, open_SV
     )
 
     def draw(x_SV):
-        return argmax(jnp.where(greedy_S[:, None], x_SV, x_SV + noise(controls.seed_S2, index_S, V, drawn_S)))
+        noise_SV = noise(controls.seed_S2, index_S, x_SV.shape[1])
+        return argmax(jnp.where(greedy_S[:, None], x_SV, x_SV + noise_SV))
 
     token_S = jax.lax.cond(jnp.any(drawn_S), draw, argmax, open_SV)
-    logp_S = jnp.take_along_axis(scaled_SV, token_S[:, None], -1)[:, 0] - lse_S
-    K = min(TOP, V)
-
-    def top(x_SV):
-        value_SK, id_SK = jax.lax.top_k(x_SV, K)
-        return value_SK - lse_S[:, None], id_SK
-
-    def none(_):
-        return jnp.zeros((S, K), logits_SV.dtype), jnp.zeros((S, K), jnp.int32)
-
-    top_logp_SK, top_id_SK = jax.lax.cond(jnp.any(top_S > 0), top, none, scaled_SV)
-    return token_S, logp_S, top_logp_SK, top_id_SK
+    return token_S, jnp.take_along_axis(scaled_SV, token_S[:, None], -1)[:, 0] - lse_S, lse_S
 
 
-def noise(seed_S2, index_S, V: int, needed_S=None):
-    """Standard Gumbel noise f32[S, V] (argmax of logits + noise draws from their softmax); where it is not `needed`, it
-    may be 0."""
+def noise(seed_S2, index_S, V: int):
+    """Standard Gumbel noise f32[S, V]: argmax of logits + noise draws from their softmax."""
 
     def row(seed, index):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(key, index), (V,), jnp.float32)
 
-    if needed_S is None or V < LARGE or jax.default_backend() != "cpu":
-        return jax.vmap(row)(seed_S2, index_S)
-    S = len(index_S)
-    R = math.gcd(S, 4)  # rows at a time
-
-    def add(i, noise_SV):
-        some = lambda x_S: jax.lax.dynamic_slice_in_dim(x_S, i * R, R)
-        made = lambda x_SV: jax.lax.dynamic_update_slice_in_dim(
-            x_SV, jax.vmap(row)(some(seed_S2), some(index_S)), i * R, 0
-        )
-        return jax.lax.cond(jnp.any(some(needed_S)), made, lambda x_SV: x_SV, noise_SV)
-
-    return jax.lax.fori_loop(0, S // R, add, jnp.zeros((S, V), jnp.float32))
+    return jax.vmap(row)(seed_S2, index_S)
 
 
 def argmax(x_SV):

@@ -18,25 +18,28 @@ KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply 
 EXACT = "router", "shared_router"  # weights that are not rounded
 HEAD = {"nf4": "int8"}  # how heads are kept, which 4 bits harm most
 LEAST = 1 << 14  # entries of a matrix for blocks; XLA multiplies smaller ones sooner, as they stay in a cache
+WIDENED = np.float32, jnp.bfloat16  # dtypes of matrices in blocks
 APART = "kv_up"  # whose parts are multiplied by themselves (`latent`)
 
 
 def stage(params, table: param.Table, mesh, weights: str = "auto"):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
     over tp by the rules of training, experts over ep; on one CPU matrices are in `blocked.blocks`, as `weights` says
-    (`EngineOptions`).
+    (`EngineOptions`), and a tied head that is not rounded is the only copy: there is no "embed".
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
     `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device. On a mesh that
     spans processes they must be in host memory, and each process copies its parts, whatever the others do.
     """
     split = rules.of_params(table, mesh, rules.GENERATING)
-    head = "head" if "head" in params else "embed"
+    name = "head" if "head" in params else "embed"
     top = lambda name: _ready(_read(params[name])[()], split[name])
+    head = _matrix(_read(params[name])[()], split[name], "head", weights)
+    both = name == "embed" and isinstance(head, Blocked) and head.scale is None
     return {
-        "embed": top("embed"),
+        **({} if both else {"embed": top("embed")}),
         "norm": top("norm"),
-        "head": _matrix(_read(params[head])[()], split[head], "head", weights),
+        "head": head,
         **{name: top(name) for name in params if name.startswith("per_layer_")},
         "layers": layers(params, table, mesh, weights),
     }
@@ -97,12 +100,13 @@ def _matrix(w, sharding, name: str, weights: str):
     kind = "auto" if name in EXACT else HEAD.get(weights, weights) if name == "head" else weights
     exact = kind == "auto"
     small = w.shape[0] * w.shape[1] < LEAST
-    if name == APART or (exact and (small or sharding.mesh.size > 1 or w.dtype != np.float32 or not native.ready())):
+    if name == APART or (exact and (small or sharding.mesh.size > 1 or w.dtype not in WIDENED or not native.ready())):
         return Transposed(_ready(w, sharding, True))
     with turns.taken(sharding.mesh):
         w = jax.device_put(w, sharding)
         if exact:
-            return jax.block_until_ready(_in_blocks(w.astype(jnp.bfloat16) if _is_bf16(w) else w))
+            narrow = w.dtype == np.float32 and _is_bf16(w)
+            return jax.block_until_ready(_in_blocks(w.astype(jnp.bfloat16) if narrow else w))
         return jax.block_until_ready(_rounded(w, kind))
 
 
