@@ -104,7 +104,7 @@ def described(service: Service) -> str:
     elif why := blind(path):
         line += f", {why}"
     if jax.default_backend() == "cpu" and (lacking := native.missing()):
-        line += f", products by XLA ({lacking})"
+        line += f", computed by XLA ({lacking})"
     if service.tokenizer is None:
         line += ", token ids only (the folder has no tokenizer)"
     return line
