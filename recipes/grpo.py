@@ -312,11 +312,11 @@ async def train(
 
         async def evaluate(v: int) -> None:
             with log.terminal.phase(f"evaluating version {v}"):
-                sets = await rollouts.evaluate(
+                sets, groups = await rollouts.evaluate(
                     episodes.sampled, fleet.generate, heldout, samples=config.evaluation.heldout_samples,
                     max_concurrent=config.rollout.max_concurrent, seed=config.seed if fleet.seeded else None,
                 )  # fmt: skip
-            log.evaluation(v, sets)
+            log.evaluation(v, sets, groups)
 
         seconds = await ending.interruptible(
             loop.run(

@@ -1,17 +1,21 @@
-"""The demo on pictures has what its stages read, in microbatches that are full."""
+"""The demo: what its stages read fits them, full microbatches with pictures, a chat model from file to file."""
 
 import itertools
 import json
 from pathlib import Path
 
+import gguf_models
 import pytest
 
 from areax.adapters import hf, tokenizer
+from areax.adapters.commands import convert
 from areax.adapters.data import images
+from areax.adapters.tracking import run_dir
 from areax.core import packing
 from areax.recipes import demo
 from areax.recipes.shared import offline
 from areax.rollout import object_path
+from areax.rollout.tasks import digits
 
 
 @pytest.mark.slow
@@ -37,15 +41,43 @@ def test_the_stages_of_the_demo_on_pictures(tmp_path, monkeypatch):
 
 
 def test_a_directory_has_the_demo_of_one_task(tmp_path):
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    with pytest.raises(ValueError, match="has the demo of another task than shapes; name another directory"):
-        demo.main(demo.Config(task="shapes", out=str(tmp_path)))
-    assert [*tmp_path.iterdir()] == [base]
-    (base / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}}))
-    with pytest.raises(ValueError, match="another task than sums"):
-        demo.main(demo.Config(out=str(tmp_path)))
+    own = demo.Config(out=str(tmp_path))
+    demo.refuse_another(own, tmp_path)
+    demo.refuse_another(own, tmp_path)
+    left = [*tmp_path.iterdir()]
+    for other in (
+        demo.Config(task="shapes", out=str(tmp_path)),
+        demo.Config(task="chat", model="m", out=str(tmp_path)),
+    ):
+        with pytest.raises(ValueError, match="has the demo of {'task': 'sums', .* name another directory"):
+            demo.main(other)
+    assert [*tmp_path.iterdir()] == left
+
+
+def test_options_are_of_the_task_that_uses_them():
+    with pytest.raises(ValueError, match=r"--model names the model of --task chat, got '' for chat; .*make demo-real"):
+        demo.Config(task="chat")
+    with pytest.raises(ValueError, match="--model names the model of --task chat, got 'x' for sums; leave it out"):
+        demo.Config(model="x")
+    with pytest.raises(ValueError, match="--error-rate is for SFT, which --task chat does not need; leave it out"):
+        demo.Config(task="chat", model="x", error_rate=0.5)
+
+
+@pytest.mark.slow
+def test_the_demo_of_a_chat_model_from_a_gguf_file_to_another(tmp_path, capsys):
+    """A tiny model learns nothing in two steps; the parts fit, and a second call has nothing left to do."""
+    source, out = tmp_path / "model.gguf", tmp_path / "out"
+    convert.convert(gguf_models.model(tmp_path / "model", "llama"), source, gguf_kind="q8_0")
+    config = demo.Config(task="chat", model=str(source), out=str(out), rows="dev", rl_steps=2)
+    assert demo.main(config) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["heldout_rows"] == len(digits.splits(digits.Task())["dev"]) and summary["rl_steps"] == 2
+    assert f"talk to it  areax serve {out}/model.gguf" in capsys.readouterr().out
+    held = [line for line in run_dir.read_lines(out / run_dir.SAMPLES) if line["kind"] == "eval"]
+    assert [line["step"] for line in held] == [0] * 10 + [2] * 10  # the same ten before and after
+    assert [line["prompt"] for line in held[:10]] == [line["prompt"] for line in held[10:]]
+    assert "eval step 2: 10 samples" in (out / "report.html").read_text()
+    assert demo.main(config) == 0
 
 
 def test_few_steps_of_imitation_have_a_shorter_warmup(tmp_path):

@@ -178,7 +178,7 @@ class Run:
         self,
         step: int,
         *,
-        version: int,
+        version: int | None,
         prompt: str,
         text: str,
         reward: float,
@@ -194,7 +194,7 @@ class Run:
         """Appends a line to samples.jsonl.
 
         Args:
-          version: policy version trained on the sample.
+          version: policy version trained on the sample; None for an answer to a held-out row.
           text: everything after the prompt.
           tokens: its n tokens, decoded individually.
           logp: n log-probabilities (nats) from the sampler.

@@ -134,14 +134,20 @@ def _repeated(tokens: np.ndarray, n: int = 4) -> float:
     return 1 - len(np.unique(runs, axis=0)) / len(runs)
 
 
-def show(run: run_dir.Run, tokens, v: int, traced: list[tuple[Sample, np.ndarray | None]]) -> None:
-    """Writes a group to samples.jsonl, token by token, with the trainer's log-probabilities if there are any."""
+def show(
+    run: run_dir.Run, tokens, v: int, traced: Sequence[tuple[Sample, np.ndarray | None]], kind: str = "grpo"
+) -> None:  # fmt: skip
+    """Writes samples to samples.jsonl, token by token, with the trainer's log-probabilities if there are any.
+
+    Args:
+      kind: "grpo" for those that made version v, "eval" for those of an evaluation of it.
+    """
     for sample, logp in traced:
         new = sample.mask
         run.sample(
-            v, version=v - 1, prompt=sample.info.get("prompt", ""), text=sample.info.get("text", ""),
-            reward=sample.reward, finish=sample.finish, tokens=[tokens.decode([t]) for t in sample.tokens[new]],
-            logp=sample.logp[new].tolist(), version_of_token=sample.version[new].tolist(),
-            images=[image.hash for image in sample.images],
+            v, kind=kind, version=v - 1 if kind == "grpo" else None, prompt=sample.info.get("prompt", ""),
+            text=sample.info.get("text", ""), reward=sample.reward, finish=sample.finish,
+            tokens=[tokens.decode([t]) for t in sample.tokens[new]], logp=sample.logp[new].tolist(),
+            version_of_token=sample.version[new].tolist(), images=[image.hash for image in sample.images],
             **({} if logp is None else {"trainer_logp": logp[new].tolist()}),
         )  # fmt: skip

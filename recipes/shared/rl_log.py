@@ -13,8 +13,10 @@ from areax.rollout import events, loop, rewards
 from areax.rollout.client import Fleet
 from areax.rollout.fleet import step_metrics
 from areax.rollout.scheduling.executor import Executor
+from areax.rollout.types import Sample
 
 LARGEST = ("max_logp_diff", "mismatch_k3_now")  # whose largest value over the run is in the summary
+SHOWN = 10  # held-out rows with an answer in samples.jsonl
 COUNTED = ("rejected", "refused", "failed", "stopped", "lost", "retries")  # of an executor's counts
 
 
@@ -77,10 +79,18 @@ class Log:
         seen = {name: line[name] for name in LARGEST if line.get(name) is not None}
         self.largest |= {name: max(value, self.largest.get(name, value)) for name, value in seen.items()}
 
-    def evaluation(self, v: int, sets: dict[str, dict]) -> None:
-        """Logs the metrics of version v on the held-out sets, {name: `evaluation.summary`}."""
+    def evaluation(self, v: int, sets: dict[str, dict], groups: list[list[Sample]]) -> None:
+        """Logs the metrics of version v on the held-out sets, {name: `evaluation.summary`}, and an answer to each of
+        the first rows.
+
+        Args:
+          groups: the samples of each row.
+        """
         self.evaluations[v] = evaluation.combined(sets)
         self._run.log("eval", v, **self.evaluations[v], server_version=self._fleet.version)
+        if self._saving.samples_every:
+            first = [(group[0], None) for group in groups[:SHOWN] if group]
+            describe.show(self._run, self._tokens, v, first, kind="eval")
 
 
 @contextlib.contextmanager

@@ -153,8 +153,8 @@ def scheduler(
 async def evaluate(
     episode: Workflow, generate: Generate, sets: dict[str, Sequence[dict]], *, samples: int, max_concurrent: int,
     seed: int | None,
-) -> dict[str, dict]:  # fmt: skip
-    """{name: `evaluation.summary`} of held-out sets, `samples` episodes of each row."""
+) -> tuple[dict[str, dict], list[list[Sample]]]:  # fmt: skip
+    """({name: `evaluation.summary`} of held-out sets, groups), `samples` episodes of each row, which are a group."""
     with events.context(of="evaluation"):
         groups = await executor.rollouts(
             episode,
@@ -165,7 +165,8 @@ async def evaluate(
             seed=seed,
         )
     left = iter(groups)
-    return {name: evaluation.summary(list(itertools.islice(left, len(own))), samples) for name, own in sets.items()}
+    made = {name: evaluation.summary(list(itertools.islice(left, len(own))), samples) for name, own in sets.items()}
+    return made, groups
 
 
 def varied(samples: list[Sample]) -> bool:

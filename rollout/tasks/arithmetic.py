@@ -39,22 +39,26 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
     split, rows of the overrepresented kind are dropped at random until `carry_share` holds. The default has about
     3,650, 285 and 930 rows, depending on the seed.
     """
-    low, high, share = task.low, task.high, task.carry_share
+    if not 0 <= task.carry_share <= 1:
+        raise ValueError(f"arithmetic: carry_share must lie in 0..1, got {task.carry_share}")
+    rng = np.random.default_rng(task.seed)
+    return {name: _rows(part, task.carry_share, rng) for name, part in pairs(task, rng).items()}
+
+
+def pairs(task: Task, rng: np.random.Generator) -> dict[str, list[list[int]]]:
+    """Splits the unordered pairs of operands at random into those of `{"train", "dev", "heldout"}`."""
+    low, high = task.low, task.high
     if not 0 <= low <= high:
         raise ValueError(f"arithmetic: operands need 0 <= low <= high, got {low} and {high}")
-    if not 0 <= share <= 1:
-        raise ValueError(f"arithmetic: carry_share must lie in 0..1, got {share}")
     if min(task.heldout_share, task.dev_share) < 0 or task.heldout_share + task.dev_share >= 1:
         raise ValueError(
             "arithmetic: heldout_share and dev_share must be at least 0 and leave something to train on, "
             f"got {task.heldout_share} and {task.dev_share}"
         )
-    rng = np.random.default_rng(task.seed)
-    pairs = rng.permutation([(a, b) for a in range(low, high + 1) for b in range(a, high + 1)])
-    first = round(task.heldout_share * len(pairs))
-    second = first + round(task.dev_share * len(pairs))
-    parts = {"train": pairs[second:], "dev": pairs[first:second], "heldout": pairs[:first]}
-    return {name: _rows(part.tolist(), share, rng) for name, part in parts.items()}
+    every = rng.permutation([(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]).tolist()
+    first = round(task.heldout_share * len(every))
+    second = first + round(task.dev_share * len(every))
+    return {"train": every[second:], "dev": every[first:second], "heldout": every[:first]}
 
 
 def _rows(pairs, share, rng):
