@@ -41,7 +41,7 @@ MODEL = {
 }  # fmt: skip
 DEMONSTRATIONS = 1 << 16
 TASKS = {"sums": arithmetic, "shapes": shapes, "chat": digits}
-STEPS = {"sums": (1000, 100), "shapes": (500, 50), "chat": (0, 30)}  # of the two stages
+STEPS = {"sums": (1000, 100), "shapes": (500, 50), "chat": (0, 20)}  # of the two stages
 FIRST = {"sums": "sft", "shapes": "sft", "chat": "base"}  # what RL improves
 # With pictures: rows of five samples, of which a microbatch has 256.
 PICTURES = {"vision": "trained", "length": 136, "rows": 56, "run": models.Run(remat="none")}
@@ -68,7 +68,7 @@ class Config:
       rows: rows to evaluate: "heldout", or "dev" while choosing settings.
       eta: maximum staleness in versions (0 = synchronous): from admitting a group to training on it.
       sft_steps: steps of the SFT stage; 0 = 1,000, or 500 with pictures.
-      rl_steps: batches of the GRPO stage; 0 = 100, 50 with pictures, or 30 of the chat model.
+      rl_steps: batches of the GRPO stage; 0 = 100, 50 with pictures, or 20 of the chat model.
       sft_lr: learning rate of the SFT stage.
       rl_lr: learning rate of the GRPO stage; 0 = 2e-4, or 2e-5 of the chat model.
       error_rate: share of demonstrations in which the teacher errs where it can.

@@ -9,7 +9,8 @@ import pytest
 
 RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
 PARTS = (
-    "lint test test-clients test-wheel test-kernels test-mesh test-slow test-docs demo demo-holds test-sglang"
+    "lint test test-clients test-wheel test-kernels test-mesh test-slow test-docs demo demo-holds demo-real-short "
+    "test-sglang"
 ).split()
 MAKE = """#!/usr/bin/env bash
 echo "making $1"

@@ -479,6 +479,7 @@ PHASES = {
 
 SUMMARY = {
     "sft_accuracy": "held-out accuracy after SFT, before RL",
+    "base_accuracy": "held-out accuracy of the model that RL started from",
     "rl_accuracy": "held-out accuracy at the end",
     "sft_accuracy_sampled": "the same after SFT, answers sampled at temperature 1",
     "rl_accuracy_sampled": "the same at the end, answers sampled at temperature 1",
@@ -495,6 +496,7 @@ SUMMARY = {
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability, over those tokens",
     "seconds": "wall time of the whole run",
     "checkpoint": "the trained model, a Hugging Face directory",
+    "gguf": "the trained model as a file for llama.cpp and others",
     "report": "this page",
     "eta": "maximum staleness of a sample in training, in batches",
     "seed": "seed of all randomness",
