@@ -227,7 +227,8 @@ class Saving:
     Attributes:
       save_every: batches between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
-      samples_every: batches between groups written to samples.jsonl, besides the first; 0 = none.
+      samples_every: batches between groups written to samples.jsonl, besides the first and ten held-out answers at each
+        evaluation; 0 = none of these.
       track: where else metrics go: TensorBoard, wandb, trackio, Prometheus.
       profile: steps to trace with jax.profiler, one as 5 or a range as 5:8, both ends included; the trace is in
         `profile/` in the run's directory (docs/metrics.md); "" = none.
