@@ -184,6 +184,16 @@ REFUSED = {  # (fields, the error)
 }  # fmt: skip
 
 
+def test_a_probe_is_a_whole_prompt_if_that_has_enough_tokens():
+    several = [{"prompt": text * n} for text, n in (("a", 3), ("b", 40), ("c", 40))]
+    ids = [template.prompt(T, row) for row in several]
+    assert probe.prompt(T, several, 999) == (*ids[0], *ids[1]) and len(ids[0]) < probe.ENOUGH
+    long = {"prompt": "d" * 150}
+    assert T.decode(list(probe.prompt(T, [long, *several], 999))) == template.prompted(T, long).text
+    assert len(probe.prompt(T, [{"prompt": "e" * 500}], 999)) == probe.TOKENS
+    assert len(probe.prompt(T, [long], 99)) == 99
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fields_change_the_prompt(recipe):
     for name, (row, wanted) in HONOURED.items():

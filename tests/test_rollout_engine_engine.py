@@ -50,6 +50,25 @@ def same(a, b):
     return a.tokens == b.tokens and a.logp == b.logp and a.top == b.top and a.input_logp == b.input_logp
 
 
+def test_decoding_is_compiled_once_ahead_of_requests():
+    """For a number of slots of its own, so that no other test has compiled it."""
+    compiled = []
+
+    def note(event, seconds, **of):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(of["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with Engine(CONFIG, OLD, slots=3, context=160, steps=4) as engine:
+            engine.compile_ahead().join()
+            assert compiled.count("jit(decode)") == 1
+            engine.generate([ask("a", prompt(1, 5), more=3)])
+        assert compiled.count("jit(decode)") == 1 and compiled.count("jit(prefill)") == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 # Samples do not depend on the schedule.
 
 

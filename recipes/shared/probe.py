@@ -16,15 +16,16 @@ from areax.recipes.shared import learner
 from areax.rollout.chat import images, template
 from areax.rollout.types import Sample
 
-TOKENS = 64  # largest length of the prompt
+ENOUGH, TOKENS = 64, 256  # a first prompt of so many tokens is not added to; largest length of the probe
 
 
 def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
-    """The first prompts, one after the other, up to TOKENS; () where rows have no clear prompt, images, or
-    one token."""
+    """The first prompt, with those behind it while it has not ENOUGH tokens; () where rows have no clear prompt,
+    images, or one token. For the length of a whole prompt servers compile in any case.
+    """
     ids: list[int] = []
     for row in rows:
-        if images.of_row(row) or len(ids) >= TOKENS:
+        if images.of_row(row) or len(ids) >= ENOUGH:
             break
         try:
             ids += template.prompt(tokens, row)

@@ -257,12 +257,21 @@ class DeviceState:
         Args:
           mask_SM: None = no slot has a grammar.
         """
+        made = self._decode(decoding.decode, state_SW, table_KSX, free, mask_SM)
+        self.held, self.tables, self.known, out, position_S = made
+        return {name: np.asarray(out[name]) for name in names}, np.asarray(position_S)
+
+    def compile_decode(self, state_SW: np.ndarray, table_KSX: np.ndarray) -> None:
+        """Compiles what `decode` runs, and changes nothing; any thread may call it while others run operations."""
+        with jax.set_mesh(self.mesh):
+            self._decode(decoding.decode.lower, state_SW, table_KSX, 1, None).compile()
+
+    def _decode(self, use: Callable, state_SW, table_KSX, free: int, mask_SM: np.ndarray | None) -> Any:
         mask_SM = self.no_mask_SM if mask_SM is None else mask_SM
-        self.held, self.tables, self.known, out, position_S = decoding.decode(
+        return use(
             self._with_adapters(), self.held, state_SW, table_KSX, free, self.tables, mask_SM, self.known,
             config=self._config, of_layer=self.of_layer, **self._fused,
         )  # fmt: skip
-        return {name: np.asarray(out[name]) for name in names}, np.asarray(position_S)
 
     def penalise(self, slot: int, tokens: Sequence[int], biases: Sequence[tuple[int, float]]) -> None:
         """As `penalties.rewritten`."""

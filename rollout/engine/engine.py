@@ -124,6 +124,12 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a daemon thread must not be inside XLA while the interpreter shuts down
 
+    def compile_ahead(self) -> threading.Thread:
+        """Starts a thread that compiles decoding steps while the first prompts arrive, and are compiled for."""
+        thread = threading.Thread(target=self._slots.compile_step, name="areax-compile")  # exit waits for it
+        thread.start()
+        return thread
+
     def __enter__(self):
         self.start()
         return self

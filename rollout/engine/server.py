@@ -25,6 +25,7 @@ from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import read_label
 from . import bench, budget, hosts, replicas
 from .checkpoint import blind, read_weights
+from .engine import Engine
 from .grammar import Grammars
 from .options import Options
 from .routes.app import app
@@ -82,6 +83,8 @@ def serve(
             return
         ready = f"{http_process.address((host, sock.getsockname()[1]))} serves {described(service)}"
         with hosts.serving(engine):
+            if isinstance(engine, Engine) and jax.process_count() == 1:
+                engine.compile_ahead()
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **UVICORN)
 
 

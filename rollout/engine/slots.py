@@ -252,6 +252,10 @@ class Slots:
                 live.matcher.take(tokens[0])
         return made
 
+    def compile_step(self) -> None:
+        """Compiles what `step` runs, and changes nothing; any thread may call it."""
+        self.device.compile_decode(self._state, self.cache.table_KSX)
+
     def _make_room_to_decode(self) -> None:
         """Gives each running request pages for a dispatch, the earliest first."""
         for live in sorted(self.running.values(), key=lambda live: live.number):
