@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..parallel import context
@@ -186,6 +187,7 @@ def mixers(
                 tables[turns] = rotary.tables(position_BT, *turns, length_BT)
             else:
                 tables[turns] = rotary.axis_tables(position_3BT, *turns)
+    tables = jax.lax.optimization_barrier(tables)  # a CPU would make them again in each layer that is not in a scan
 
     def rotate(layer, x_BTNH):
         if layer.rope is None:

@@ -135,6 +135,15 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 @pytest.fixture
+def compiled():
+    """For tests of what C code computes: they are skipped where it cannot be compiled, and say why."""
+    from areax.models.layers import native
+
+    if why := native.missing():
+        pytest.skip(why)
+
+
+@pytest.fixture
 def benchmark_modules(monkeypatch):
     """Imports modules of benchmarks/ by name, and removes them afterwards, since their names are generic."""
     folder = str(Path(__file__).resolve().parents[1] / "benchmarks")

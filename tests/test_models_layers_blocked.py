@@ -37,13 +37,13 @@ def test_they_are_those_of_the_numbers_that_a_weight_stands_for(case):
     np.testing.assert_allclose(y, np.asarray(x, np.float64) @ plain.T, atol=3e-5)
 
 
-def test_a_row_has_the_same_bits_alone_and_with_any_others(case):
+def test_a_row_has_the_same_bits_alone_and_with_any_others(case, compiled):
     _, w, x, y = case
     for n in (1, 2, 3, 7):
         np.testing.assert_array_equal(jax.jit(blocked.product)(x[S - n :], w), y[S - n :])
 
 
-def test_rows_that_are_not_active_are_zero_and_others_keep_their_bits(case):
+def test_rows_that_are_not_active_are_zero_and_others_keep_their_bits(case, compiled):
     _, w, x, y = case
     x = jnp.where(ACTIVE[:, None], x, jnp.nan)
     made = jax.jit(blocked.product)(x, blocked.of_rows(w, ACTIVE))

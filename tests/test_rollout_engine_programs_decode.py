@@ -220,7 +220,7 @@ def in_blocks(monkeypatch):
     monkeypatch.setattr(staging, "LEAST", 1)
 
 
-def test_without_a_compiler_xla_multiplies(monkeypatch, in_blocks):
+def test_without_a_compiler_xla_multiplies(monkeypatch, in_blocks, compiled):
     config, params = model("qwen3")
     with Engine(config, params, **SIZES) as engine:
         assert isinstance(engine.weights["head"], Blocked)
@@ -243,7 +243,7 @@ def test_samples_keep_their_bits_beside_others(in_blocks):
             assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
 
 
-def test_a_tied_head_in_blocks_is_the_only_copy_in_any_dtype(in_blocks):
+def test_a_tied_head_in_blocks_is_the_only_copy_in_any_dtype(in_blocks, compiled):
     config, params = model("qwen3")
     for dtype in (jnp.float32, jnp.bfloat16):
         kept = jax.tree.map(lambda x, dtype=dtype: jnp.asarray(x).astype(dtype), params)
@@ -255,7 +255,7 @@ def test_a_tied_head_in_blocks_is_the_only_copy_in_any_dtype(in_blocks):
                 assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp
 
 
-def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32(in_blocks):
+def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32(in_blocks, compiled):
     config, params = model("qwen3")
     params = jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), params)
     with Engine(config, params, **SIZES) as engine:

@@ -6,7 +6,6 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.models.layers import native
 from areax.rollout.engine.programs import sampling
 
 choose = jax.jit(sampling.choose)
@@ -82,9 +81,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution(how):
 
 
 @pytest.mark.parametrize("V", [7, 3001])
-def test_the_call_of_cpus_draws_what_xla_draws(V):
-    if not native.ready():
-        pytest.skip("no compiler")
+def test_the_call_of_cpus_draws_what_xla_draws(V, compiled):
     rng, S = np.random.default_rng(0), 96
     logits_SV = jnp.asarray(rng.normal(size=(S, V)) * 3, jnp.float32).at[5, 2].set(-jnp.inf)
     some = lambda *values: jnp.asarray(rng.choice(values, S), jnp.float32)
