@@ -32,7 +32,8 @@ def optax_adamw(adam: dict, clip: float):
 
 
 def tunix_model(folder: str, mesh=None):
-    """Loads the checkpoint with tunix, in fp32; of a Qwen3 its rotary base is always 1e6, whatever the config says."""
+    """Loads the checkpoint with tunix, in fp32. Its rotary base is 1e6 whatever the config says: a default argument,
+    set here."""
     import importlib
 
     import jax.numpy as jnp
@@ -40,11 +41,13 @@ def tunix_model(folder: str, mesh=None):
     hf = json.loads(Path(folder, "config.json").read_text())
     family, tied = {"qwen3": ("qwen3", "use_tied_embedding"), "llama": ("llama3", "weight_tying")}[hf["model_type"]]
     model, params = (importlib.import_module(f"tunix.models.{family}.{name}") for name in ("model", "params"))
+    theta = int(hf["rope_parameters"]["rope_theta"])
+    model.apply_rope.__defaults__ = (theta,)
     config = model.ModelConfig(
         num_layers=hf["num_hidden_layers"], vocab_size=hf["vocab_size"], embed_dim=hf["hidden_size"],
         hidden_dim=hf["intermediate_size"], num_heads=hf["num_attention_heads"], head_dim=hf["head_dim"],
-        num_kv_heads=hf["num_key_value_heads"], rope_theta=int(hf["rope_parameters"]["rope_theta"]),
-        norm_eps=hf["rms_norm_eps"], **{tied: hf["tie_word_embeddings"]},
+        num_kv_heads=hf["num_key_value_heads"], rope_theta=theta, norm_eps=hf["rms_norm_eps"],
+        **{tied: hf["tie_word_embeddings"]},
     )  # fmt: skip
     return params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32)
 
