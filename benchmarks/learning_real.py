@@ -103,7 +103,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not model.exists():
         real.write("R", str(model))
-    for name, rows in digits.splits().items():
+    for name, rows in digits.splits(digits.Task()).items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found: dict[str, list] = {"areax": [], "trl": []}
     for seed in range(given.seeds):

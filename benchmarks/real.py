@@ -9,8 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
-
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
 KINDS = {"R": ("float32", "f32"), "R-bf16": ("bfloat16", "bf16"), "R-int8": ("float32", "q8_0")}  # dtype, GGUF's type
 TEXTS = 100  # of the held-out problems
@@ -31,22 +29,6 @@ def problems(name: str, count: int) -> list[dict]:
         sys.exit("real.py: AREAX_GSM8K must name the folder with GSM8K's train.jsonl and test.jsonl, got nothing")
     records = map(json.loads, Path(folder, f"{name}.jsonl").read_text().splitlines()[:count])
     return [{"prompt": record["question"], "completion": record["answer"]} for record in records]
-
-
-EXAMPLES = ("3+4=", "7"), ("6+8=", "14"), ("5+2=", "7")
-
-
-def sums(count: int) -> list[dict]:
-    """Sums of two digits, as chats with three examples in them (83 tokens with the model's template), and answers."""
-    pairs = np.random.default_rng(0).permutation([(a, b) for a in range(10) for b in range(10)])[:count]
-    turn = lambda role, content: {"role": role, "content": content}
-    shown = [turn(role, text) for pair in EXAMPLES for role, text in zip(("user", "assistant"), pair, strict=True)]
-    return [{"messages": [*shown, turn("user", f"{a}+{b}=")], "answer": str(a + b)} for a, b in pairs]
-
-
-def reward(text: str, row: dict) -> float:
-    """1 for the answer and nothing else, a full stop aside."""
-    return float(text.strip().removesuffix(".") == row["answer"])
 
 
 def chats(tokenizer, rows: list[dict]) -> list[list[int]]:

@@ -89,7 +89,8 @@ def measure_engine(folder: str, name: str, sequences, prompts, trainers) -> dict
     theirs = trainers[dtype]([[*prompt, *done.tokens] for prompt, done in zip(prompts, answers, strict=True)])
     pairs = [(np.array(done.logp), logp[-len(done.tokens) :]) for done, logp in zip(answers, theirs, strict=True)]
     apart = np.concatenate([abs(a - b) for a, b in pairs])
-    return {"perplexity": own, "mean": apart.mean(), "p99": np.quantile(apart, 0.99), "largest": apart.max()}
+    figures = {"mean": apart.mean(), "p99": np.quantile(apart, 0.99), "largest": apart.max()}
+    return {"perplexity": own} | {part: float(x) for part, x in figures.items()}
 
 
 def measure_drafts(folder: str, prompts, temperature: float, group: int) -> dict:
