@@ -263,18 +263,21 @@ async def train(
         )
         log = enter(rl_log.opened(config, config.saving, tokens, start))
         serve = config.serving.serve.sized(config.training.length)
-        fleet = await enter_async(
-            common.fleet(
-                config.serving.servers, sync.path, serve,
-                log=Path(config.out) / "server.log", longest=config.training.length,
-                concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
-                handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
-                experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
-                image_token=processor.token if processor else None,
-                ends=ends,
-                environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
-            )
-        )  # fmt: skip
+        probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
+        async with probe.ahead(functools.partial(run_on_all, "probe"), probe_ids):
+            fleet = await enter_async(
+                common.fleet(
+                    config.serving.servers, sync.path, serve,
+                    log=Path(config.out) / "server.log", longest=config.training.length,
+                    concurrency=config.rollout.max_concurrent * config.rollout.group_size,
+                    stagers=config.serving.stagers, handover=sync.handover, first=sync.first,
+                    timeout_s=config.serving.completion_timeout_s,
+                    experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
+                    image_token=processor.token if processor else None,
+                    ends=ends,
+                    environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
+                )
+            )  # fmt: skip
         episodes = await enter_async(
             rollouts.opened(
                 config.reward, config.rewards, config.rollout, config.training, tokens, processor,
@@ -292,7 +295,6 @@ async def train(
             resume.write_options(config, start, tokens)
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
-        probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
         publish = turns.during(trainer.mesh, functools.partial(publishing.prepare_push, sync, fleet, probe_ids))
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1

@@ -79,7 +79,10 @@ MAY_IMPORT = {
 VERSION = {"", "__version__"}  # the root itself, which imports nothing
 # Files that define torch's classes; no other folder imports them before it runs.
 TORCH_CLASSES = {"adapters.torch.function", "adapters.torch.module"}
-HEAVY = {"torch", "transformers", "datasets", "tokenizers", "orbax", "sglang", "peft"}
+HEAVY = {
+    "torch", "transformers", "datasets", "tokenizers", "orbax", "sglang", "peft", "pyarrow", "pandas", "gguf", "ray",
+    "wandb", "trackio",
+}  # fmt: skip
 NEVER_IN_ROLLOUT = HEAVY | {"jax", "jaxlib", "flax", "optax"}
 
 

@@ -1,8 +1,10 @@
 """Computes log-probabilities of a fixed prompt, to compare with the servers' (rollout/weights/verify.py)."""
 
+import asyncio
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import jax
 import numpy as np
@@ -33,6 +35,20 @@ def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
             break
     ids = ids[: min(TOKENS, length)]
     return tuple(ids) if len(ids) > 1 else ()
+
+
+@contextlib.asynccontextmanager
+async def ahead(known: Callable[[Sequence[int]], object], ids: Sequence[int]) -> AsyncIterator[None]:
+    """Calls `known`, of `make`, in a thread during the block, in which servers start: its program is then compiled.
+    Without `ids` it does nothing."""
+    if not ids:
+        yield
+        return
+    computing = asyncio.create_task(asyncio.to_thread(known, ids))
+    try:
+        yield
+    finally:
+        await computing
 
 
 def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> Callable[[Sequence[int]], list[float]]:
