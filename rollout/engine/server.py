@@ -83,7 +83,8 @@ def serve(
             return
         ready = f"{http_process.address((host, sock.getsockname()[1]))} serves {described(service)}"
         with hosts.serving(engine):
-            if isinstance(engine, Engine) and jax.process_count() == 1:
+            # For a GPU, XLA measures kernels while it compiles: nothing else should run then.
+            if isinstance(engine, Engine) and jax.process_count() == 1 and jax.default_backend() != "gpu":
                 engine.compile_ahead()
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **UVICORN)
 
