@@ -220,13 +220,14 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     """{name: function} of what all processes of the job call together, because it moves data between devices. An engine
     in this process waits meanwhile, if both have several."""
     policy, out = trainer.policy, Path(config.out)
+    dtype = publishing.dtype(config.serving, config.training.run)
     work: dict[str, Callable] = {
         "update": functools.partial(train_packed, trainer),
         "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
-        "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
+        "host_copy": lambda adapters: publishing.host_copy(policy, adapters, dtype),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
         "publish": lambda root, v: hf.write_published(
-            root, v, policy.written, learner.weights(policy), tokenizer=tokens
+            root, v, policy.written, learner.weights(policy), dtype, tokenizer=tokens
         ),
         "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
         "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
@@ -259,8 +260,11 @@ async def train(
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
         sync = await enter_async(
-            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, run, start)
-        )
+            publishing.opened(
+                config.model, config.serving, trainer.policy, run_on_all, tokens, run, start,
+                dtype=publishing.dtype(config.serving, config.training.run),
+            )
+        )  # fmt: skip
         log = enter(rl_log.opened(config, config.saving, tokens, start))
         serve = config.serving.serve.sized(config.training.length)
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()

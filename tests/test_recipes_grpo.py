@@ -139,7 +139,8 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeyp
     assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
     assert all(0 < x["push_probe_diff"] <= 1e-5 and x["push_prove_s"] > 0 for x in lines)
     shown = list(run_dir.read_lines(place / "first/samples.jsonl"))
-    assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
+    assert [(x["kind"], x["step"]) for x in shown].count(("eval", 0)) == 10 == len(shown) - 12 - 10
+    assert all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
 @pytest.mark.long
@@ -968,3 +969,18 @@ def test_objects_are_trained_on_like_files(place, first):
     grpo.main(config(place, "stream again", data=""), rows=stream())
     for a, b in zip(leaves(place / "stream/model"), leaves(place / "stream again/model"), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True])
+def test_servers_of_a_run_follow_the_weights_of_a_checkpoint_in_bf16(place, inside):
+    """On a CPU both compute in fp32: steps smaller than the spacing of bf16 count, too."""
+    if not (place / "halved").exists():
+        tiny.model(place / "halved", dtype="bfloat16")
+    out = f"halved-{inside}"
+    serve = Serve(slots=8, context=64, inside=inside)
+    changes = dict(model=str(place / "halved"), servers=(), serve=serve, optim=Optimizer(lr=1e-4, b2=0.99))
+    done = grpo.main(replaced(config(place, out), **changes))
+    assert done["max_logp_diff"] <= 1e-4 and done["mismatch_k3_now"] < 1e-9
+    pushed = [x["push_probe_diff"] for x in run_dir.read_lines(place / out / "metrics.jsonl") if x["kind"] == "grpo"]
+    assert len(pushed) == 3 and max(pushed) <= 1e-5

@@ -177,7 +177,7 @@ def weights(scale):
 def published(root, run="a", start=0):
     """A folder of versions, as a run that starts at version `start` opens it."""
     with publishing.folder(str(root), None, run, start) as path:
-        yield path, publishing.writer(types.SimpleNamespace(written=CONFIG), path, None, None, written=())
+        yield path, publishing.writer(types.SimpleNamespace(written=CONFIG), path, None, None, None, written=())
 
 
 def test_a_version_of_a_former_process_is_replaced_by_the_trainers(tmp_path):
@@ -200,7 +200,7 @@ def test_versions_of_a_wrapper_are_whole_and_share_what_is_passed_on(tmp_path):
 
     def writer():
         policy = types.SimpleNamespace(written=config)
-        return publishing.writer(policy, tmp_path / "versions", None, None, written=())
+        return publishing.writer(policy, tmp_path / "versions", None, None, None, written=())
 
     def own(v):
         files = sorted((tmp_path / "versions" / str(v)).glob("model-*.safetensors"))

@@ -114,9 +114,13 @@ class Cast:
             return cut(None)(x, index, self.saved).astype(self.dtype)
 
 
-def cast(config, params, dtype):
-    """The parameters as `mapped` in this dtype would give those that `save` has written, without copies: as `Cast`."""
-    saved = save_dtype(config, params)
+def cast(config, params, dtype, saved=None):
+    """The parameters as `mapped` in this dtype would give those that `save` has written, without copies: as `Cast`.
+
+    Args:
+      saved: the dtype in which `save` would write them; None = its default.
+    """
+    saved = save_dtype(config, params, saved)
     one = lambda leaf, x: Cast(x, tuple(x.shape), *(np.dtype(leaf.param.dtype or to) for to in (saved, dtype)))
     return param.tree_map(one, models.table(config), params)
 

@@ -49,6 +49,7 @@ class WeightSync:
       first: label and weights that a server inside this process begins with.
       policy: whose weights such a server gets; None = servers get what is written.
       handover: gives servers the weights of a push without files.
+      dtype: of what such a server gets, as `dtype` says.
     """
 
     settings: Any
@@ -61,27 +62,29 @@ class WeightSync:
     first: Callable[[], tuple[str, in_process.Weights]] | None = None
     policy: Learner | None = None
     handover: Handover | None = None
+    dtype: str | None = None
 
 
 @contextlib.asynccontextmanager
 async def opened(
-    model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, run: str, start: int
+    model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, run: str, start: int, dtype: str | None
 ) -> AsyncIterator[WeightSync]:
     """Sets up weight sync to these servers and writes version `start`, if versions are written at all.
 
     Args:
       run_on_all: calls a function in all processes of the job (`lockstep.leader`).
       run: id of the run, which `--published` then belongs to.
+      dtype: as `dtype` says.
     """
     settings = policy.written
     if options.serve.inside:
-        first = lambda: in_memory(policy.settings, start, learner.whole(policy))
-        yield WeightSync(settings, options.push, run_on_all, Path(model), first=first, policy=policy)
+        first = lambda: in_memory(policy.settings, start, learner.whole(policy), dtype)
+        yield WeightSync(settings, options.push, run_on_all, Path(model), first=first, policy=policy, dtype=dtype)
         return
     adapters = await by_name(policy, options)
     with folder(options.published, policy, run, start) as root:
         path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
-        write = writer(policy, root, tokens, adapters, written={path})
+        write = writer(policy, root, tokens, adapters, dtype, written={path})
         yield WeightSync(
             settings, options.push, run_on_all, path, root, write, adapters, handover=handover(options.push, settings)
         )
@@ -102,7 +105,9 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
     if sync.policy:
         [server] = fleet.servers
         assert server.prepare
-        label, weights = in_memory(sync.settings, v, learner.weights(sync.policy))  # a frozen tower is there
+        label, weights = in_memory(
+            sync.settings, v, learner.weights(sync.policy), sync.dtype
+        )  # a frozen tower is there
         arrays = server.prepare(label, weights)
         return functools.partial(push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe())
     root, write = sync.root, sync.write
@@ -121,14 +126,14 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
     return push
 
 
-def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
+def in_memory(settings, version: int, params, dtype: str | None = None) -> tuple[str, in_process.Weights]:
     """(label, arrays) of a version that is not written: the label is that of the directory that would be.
 
     Args:
       params: the trainer's, whose tensors are hashed one at a time.
     """
-    manifest = hf.manifest(settings, params, version=version)
-    return label_of(hf.json_bytes(manifest)), in_process.Weights(settings, params, manifest)
+    manifest = hf.manifest(settings, params, dtype, version)
+    return label_of(hf.json_bytes(manifest)), in_process.Weights(settings, params, manifest, dtype)
 
 
 def handover(options: Push, settings) -> Handover | None:
@@ -190,15 +195,24 @@ def publish_base(policy: Learner, root: Path, tokens) -> Path:
     return hf.write_published(root / BASE, 0, policy.written, policy.frozen[0], tokenizer=tokens)
 
 
-def host_copy(policy: Learner, adapters: Lora | None):
+def dtype(options: Serving, run: models.Run) -> str | None:
+    """The dtype of published models; None = that of the checkpoint the run started from.
+
+    Servers that the run starts compute in the trainer's dtype. If that is float32, weights of 16 bits would not follow
+    the trainer's: most steps are smaller than half of their spacing.
+    """
+    return "float32" if not options.servers and learner.computed(run).dtype == "float32" else None
+
+
+def host_copy(policy: Learner, adapters: Lora | None, dtype: str | None):
     """Copies the weights of a version to numpy arrays; all processes must call it."""
     if adapters:
         return peft.host_copy(policy.settings, policy.state.params, adapters)
-    return hf.host_copy(policy.written, learner.weights(policy))
+    return hf.host_copy(policy.written, learner.weights(policy), dtype)
 
 
 def writer(
-    policy: Learner, root: Path, tokens, adapters: Lora | None, written: Collection[Path]
+    policy: Learner, root: Path, tokens, adapters: Lora | None, dtype: str | None, written: Collection[Path]
 ) -> Callable[[int, object], Path]:
     """Makes `write(v, host)`, which publishes a host copy as `root/v`, replacing what is there; returns the directory.
 
@@ -219,7 +233,7 @@ def writer(
 
         def write(v, host):
             like = next(filter(Path.is_dir, last), None)
-            last[:] = [hf.write_published(root, v, policy.written, host, tokenizer=tokens, like=like)]
+            last[:] = [hf.write_published(root, v, policy.written, host, dtype, tokenizer=tokens, like=like)]
             return last[0]
 
     return lambda v, host: root / str(v) if root / str(v) in written else write(v, host)

@@ -32,18 +32,20 @@ class Weights:
     Attributes:
       params: its arrays, maybe sharded, which it may donate once they are staged.
       manifest: their `hf.manifest`, so that the label identifies exactly these bytes.
+      saved: the dtype of that manifest; None = that of the checkpoint the model came from.
     """
 
     config: Any
     params: Any
     manifest: dict
+    saved: str | None = None
 
     def checksums(self) -> dict[str, str]:
         return {name: entry["xxh3_128"] for name, entry in self.manifest["tensors"].items()}
 
     def cast(self, dtype: str):
         """The parameters in the engine's dtype, as it would read them from files."""
-        return hf.cast(self.config, self.params, dtype)
+        return hf.cast(self.config, self.params, dtype, self.saved)
 
 
 @dataclass(frozen=True)
