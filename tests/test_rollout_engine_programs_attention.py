@@ -105,6 +105,22 @@ def test_the_call_of_cpus_gives_a_query_the_same_bits_at_any_place_among_others(
     offsets(kind, 64, 40)
 
 
+@pytest.mark.parametrize("T", [1, 3])
+def test_the_call_of_cpus_reads_no_position_that_no_query_sees(T, compiled):
+    """Those of its pages that have not been written hold any numbers."""
+    attend.clear_cache()
+    rng, start_B = np.random.default_rng(0), np.array(STARTS[T], np.int32)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    B, L, H = len(start_B), X * C, 16
+    q, pages, table_BX = draw(B, T, N, H), *placed(draw(B, L, K, H), draw(B, L, K, H), start_B + T, 0)
+    rest = table_BX, start_B, np.ones(B, bool), None, Pattern()
+    expected = attend(q, pages, *rest)
+    for row, end in enumerate(start_B + T):
+        page, first = table_BX[row, (end - 1) // C], (end - 1) % C + 1
+        pages[0][page, :, :, first:] = pages[1][page, :, first:] = np.nan
+    np.testing.assert_array_equal(attend(q, pages, *rest), expected)
+
+
 @pytest.mark.parametrize("T", [1, 16])
 def test_pages_in_eight_bits(T):
     """What is read is what the numbers in pages stand for."""

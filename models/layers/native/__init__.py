@@ -16,7 +16,7 @@ import jax
 
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "paged")]
 HEADER = Path(__file__).with_name("call.h")
-CALLS = "areax_blocked", "areax_draw", "areax_paged"
+CALLS = "areax_blocked", "areax_draw", "areax_paged", "areax_untouched"
 FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
 

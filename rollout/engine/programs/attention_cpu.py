@@ -15,6 +15,11 @@ def supports(keys_PKHC, values_PKCV) -> bool:
     return keys_PKHC.dtype in KEPT and keys_PKHC.shape[3] % 16 == 0 and native.ready()
 
 
+def untouched(like: jax.ShapeDtypeStruct):
+    """Pages with any numbers, which take memory as they are written: `read` sees no position that was not."""
+    return jax.ffi.ffi_call("areax_untouched", like, has_side_effect=True)()
+
+
 def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern):
     """The softmax of R queries of each sequence over `count` pages from its `first`, as `attention_gpu.read`.
 

@@ -20,6 +20,7 @@ from ....models import paging
 from ....models.layer import Layer, Recurrent
 from ....models.paging import Kind
 from ....parallel import mesh
+from . import attention_cpu
 
 
 def empty(
@@ -35,7 +36,10 @@ def empty(
             return ()  # pages of another layer
         K, H, V = layer.cached
         K, n = paging.heads(K, mesh.size("tp")), counts[kind] + 1
-        return jnp.zeros((n, K, H, C), dtype), jnp.zeros((n, K, C, V), dtype)
+        pages = jax.ShapeDtypeStruct((n, K, H, C), dtype), jax.ShapeDtypeStruct((n, K, C, V), dtype)
+        if jax.default_backend() == "cpu" and mesh.one_device() and attention_cpu.supports(*pages):
+            return tuple(map(attention_cpu.untouched, pages))
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in pages)
 
     of_layer = paging.of_layers(kinds, records)
     make = lambda: [one(i, layer, of_layer[i]) for i, layer in enumerate(records)]
