@@ -53,7 +53,7 @@ PYTHON = {  # of peers incompatible with our packages
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, "R": 3, "R-bf16": 3, "R-int8": 3, None: 15}
 QUICK = 3
 SECOND, MAX_TIMES = 1.0, 10  # short work is repeated for about a second of areax's time, at most 10 times
-LONG = 60.0  # seconds of all sides together, from which on two repetitions are enough
+LONG = 30.0  # seconds of all sides together, from which on two repetitions are enough
 # Left out of quick runs unless selected: slow, or for areax alone the same as another case.
 SLOW = ("logprob", "M"), ("generate", "M"), ("objective", "M"), ("push", None), ("varlen_sorted", "S")
 TOLERANCE = 0.15  # relative to a committed ratio; medians of a case vary by up to a tenth between runs
