@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .shapes import shaped
 
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
-SUMS = "logprobs"  # checkpoint name of what a chunk saves for the backward pass
+SUMS, LOGITS = "logprobs", "logits"  # checkpoint names of what a chunk saves for the backward pass
 
 
 def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
@@ -50,8 +50,7 @@ def from_logits(logits_AV, target_A, *, axis: str | None = None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _in_one_pass(logits_AV, target_A, axis):
-    """`from_logits` with a backward pass that reads the logits once rather than once per sum: for logits that are
-    recomputed. Where logits are saved, plain autodiff saves their exponentials too."""
+    """`from_logits` with a backward pass that reads the logits once rather than once per sum."""
     return _one_pass_forward(logits_AV, target_A, axis)[0]
 
 
@@ -100,8 +99,8 @@ _project.defvjp(lambda h, head, narrow: (_project(h, head, narrow), (h, head[:0]
 
 @shaped
 def from_hidden(
-    hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), logits=(),
-    axis=None, narrow=None,
+    hidden_AD, head_VD, target_A, *, temperature=1.0, needed_A=None, chunk=None, per_chunk=None, beside=None, others=(),
+    logits=(), axis=None, narrow=None,
 ):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
@@ -110,6 +109,8 @@ def from_hidden(
 
     Args:
       temperature: positive scalar, or one per token, [A].
+      needed_A: bool, the tokens whose results are read: those of others are 0, and chunks of them cost nothing, except
+        over an axis; None = all.
       chunk: tokens per chunk; None = `chunk_size(V)` of the platform.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]` on whole rows of logits;
         `given` is the chunk's slice of `beside`.
@@ -140,24 +141,35 @@ def from_hidden(
 
     def one(h_CD, target_C, temperature_C, given, others_CE):
         project = lambda i, h_CD: made[i](_project(h_CD, *heads[i]))
-        logits_CV = project(0, h_CD) / temperature_C[:, None]
+        logits_CV = checkpoint_name(project(0, h_CD) / temperature_C[:, None], LOGITS)
         extra = None
         if per_chunk:
             rows = [logits_CV, *(project(i, h_CE) for i, h_CE in enumerate(others_CE, 1))]
             if axis is not None:
                 rows = [jax.lax.all_gather(x_CV, axis, axis=1, tiled=True) for x_CV in rows]
             extra = per_chunk(rows[0], target_C, given, *rows[1:])
-        sums = _in_one_pass(logits_CV, target_C, axis) if again else from_logits(logits_CV, target_C, axis=axis)
-        return *sums, extra
+        return *_in_one_pass(logits_CV, target_C, axis), extra
 
-    if again:
-        one = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(SUMS))
-    if pad == 0 and C == A:
-        return one(hidden_AD, target_A, temperature_A, beside, others_AE)
-    chunks = lambda x, value: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=value).reshape(
-        -1, C, *x.shape[1:]
-    )
-    along = jax.tree.map(lambda x: chunks(x, 0), (beside, others_AE))
-    xs = chunks(hidden_AD, 0), chunks(target_A, 0), chunks(temperature_A, 1), *along
-    _, out = jax.lax.scan(lambda _, x: (None, one(*x)), None, xs)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)
+    def one_if_needed(needed_C, *given):
+        nothing = lambda *given: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *given))
+        return jax.lax.cond(needed_C.any(), one, nothing, *given)
+
+    xs = [hidden_AD, target_A, temperature_A, beside, others_AE]
+    skips = needed_A is not None and axis is None and C < A
+    if skips:  # tokens that are needed first, so that they share chunks
+        order_A = jnp.argsort(~needed_A)
+        xs = jax.tree.map(lambda x: jnp.take(x, order_A, axis=0), [needed_A, *xs])
+    saved = (SUMS,) if again else (SUMS, LOGITS)
+    fn = jax.checkpoint(one_if_needed if skips else one, policy=jax.checkpoint_policies.save_only_these_names(*saved))
+    if C == A:
+        out = fn(*xs)
+    else:
+        chunks = lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), "edge").reshape(-1, C, *x.shape[1:])
+        xs = jax.tree.map(chunks, xs)
+        _, out = jax.lax.scan(lambda _, x: (None, fn(*x)), None, xs)
+        out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)
+    if skips:
+        out = jax.tree.map(lambda x: jnp.zeros_like(x).at[order_A].set(x, unique_indices=True), out)
+    if needed_A is None:
+        return out
+    return jax.tree.map(lambda x: jnp.where(needed_A.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x)), out)

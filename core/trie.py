@@ -77,6 +77,12 @@ def sample_counts(trie: Trie, segment_BA):
     return jnp.zeros((B, T), jnp.int32).at[row_B1, trie.place_BA].add((segment_BA > 0).astype(jnp.int32))
 
 
+def learnt_places(trie: Trie, mask_BA):
+    """Whether any of the samples learns the prediction at each place, bool[B, T]; `mask_BA` as in `Batch`."""
+    row_B1 = jnp.arange(mask_BA.shape[0])[:, None]
+    return jnp.zeros(trie.first_BT.shape, bool).at[row_B1, jnp.roll(trie.place_BA, -1, -1)].max(mask_BA > 0)
+
+
 def _picked(x, index, fill=None):
     """x at an index of its second axis; `fill` where that is negative."""
     tail = (1,) * (x.ndim - 2)

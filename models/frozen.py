@@ -9,7 +9,7 @@ from .transformer import Run, Scores
 def score(
     params, batch: Batch, *teacher, objective: Distill, config, teacher_config=None, run: Run, temperature=1.0
 ) -> Scores:
-    """`models.score` of the student; `extra` holds the divergence for `objective.loss`.
+    """`models.score` of the student at learnt tokens; `extra` holds the divergence for `objective.loss`.
 
     For `step.make_step`: `step(state, batch, teacher_params)` with a local teacher, `step(state, batch)` if the batch
     has the teacher's log-probabilities. Logits of both are held for one chunk of tokens at a time, also in the backward
@@ -34,6 +34,6 @@ def score(
             )
         beside = {name: batch.target[name] for name in names}
     return transformer.score(
-        params, batch, config=config, run=run, temperature=temperature, per_chunk=objective.per_token, beside=beside,
-        others=others,
+        params, batch, config=config, run=run, temperature=temperature, learnt_only=True,
+        per_chunk=objective.per_token, beside=beside, others=others,
     )  # fmt: skip

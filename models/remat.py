@@ -22,7 +22,7 @@ from .attention import chunked
 from .layers import recurrence
 
 Name = Literal["layer_input", "qkv", "attention", "attention_out", "mlp_gate_up", "states"]
-Preset = Literal["full", "dots", "none", "offload"]
+Preset = Literal["auto", "full", "dots", "none", "offload"]
 Place = Literal["save", "offload"]
 Named = tuple[tuple[Name, Place], ...]
 Keep = Preset | Named
@@ -34,21 +34,26 @@ DOTS = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
+def chosen(keep: Keep, platform: str) -> Keep:
+    """What "auto" stands for in training on a platform: on a CPU "dots", the fastest there, elsewhere "full"."""
+    return keep if keep != "auto" else "dots" if platform == "cpu" else "full"
+
+
 def checkpoint(keep: Keep) -> Callable:
     """Returns a transformation that makes a layer keep only these activations for its backward pass.
 
     Args:
-      keep: "full" rematerialisation saves only the layer's input; "dots" also the outputs of attention and of matmuls
-        with weights; "none" saves everything; "offload" moves all named values to pinned host memory (in a dense layer
-        what "dots" saves). Or pairs of a name and "save" (on the device) or "offload"; the layer's input is saved on
-        the device unless it is named.
+      keep: "full" or "auto" rematerialisation saves only the layer's input; "dots" also the outputs of attention and
+        of matmuls with weights; "none" saves everything; "offload" moves all named values to pinned host memory (in a
+        dense layer what "dots" saves). Or pairs of a name and "save" (on the device) or "offload"; the layer's input
+        is saved on the device unless it is named.
 
     Raises:
       ValueError: an unknown preset, place or name, or a name given twice.
     """
     if keep == "none":
         return lambda layer: layer
-    if keep == "full":
+    if keep in ("auto", "full"):
         return jax.checkpoint
     if keep == "dots":
         return partial(jax.checkpoint, policy=DOTS)

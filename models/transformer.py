@@ -33,7 +33,8 @@ class Run:
         scripts bfloat16 on accelerators, float32 on a CPU (`default_dtype`). Norms, softmax
         and the head stay in fp32.
       remat: gradient checkpointing: "full" recomputes each layer from its input, "dots" all but attention and matmuls
-        with weights, "none" nothing, each using more memory than the one before; "dots" is the fastest on a CPU.
+        with weights, "none" nothing, each using more memory than the one before; "auto" = "full", and in training
+        scripts on a CPU "dots", the fastest there.
         "offload" keeps what "dots" keeps in host memory; or pairs of a name and "save" or "offload", see
         `models.remat`.
       attention: attention backend, see `models.attention.backends`; "auto" = a kernel of the platform that supports
@@ -46,7 +47,7 @@ class Run:
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    remat: Keep = "full"
+    remat: Keep = "auto"
     attention: backends.Name = "auto"
     query_chunk: int | None = None
     cp: context.Method = "gather"
@@ -284,7 +285,10 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     return logits(jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide), config)
 
 
-def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None, beside=None, others=()):
+def score(
+    params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, learnt_only=False, per_chunk=None, beside=None,
+    others=(),
+):  # fmt: skip
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
     Works in chunks of tokens: no [T, V] array is held, forward or backward. If the batch has
@@ -296,6 +300,8 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
 
     Args:
       temperature: positive scalar, or one per token, [B, T]; where samples share a token, the first one's.
+      learnt_only: gives 0 for predictions that are not learnt (`batch.mask_BT`), whose logits then cost nothing: for
+        losses, which read no others.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
         [B, T, ...]; `given` is the chunk's slice of `beside`.
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
@@ -318,7 +324,8 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     made = vocab.score(
         layout.predicting(hidden_BTD), head(params), layout.targets(batch.target_BT),
-        temperature_BT=layout.targets(temperature_BT, 1), chunk=run.head_chunk, per_chunk=per_chunk,
+        temperature_BT=layout.targets(temperature_BT, 1),
+        needed_BT=layout.learnt(batch.mask_BT) if learnt_only else None, chunk=run.head_chunk, per_chunk=per_chunk,
         beside=jax.tree.map(layout.targets, beside), others=tuple(frozen),
         logits=tuple(partial(logits, config=each) for each in (config, *(other for _, other in others))),
     )  # fmt: skip

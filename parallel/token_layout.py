@@ -20,6 +20,7 @@ class TokenLayout:
     Attributes:
       inputs: input arrays to the places of their tokens. `inputs(x, fill)` has `fill` at the padding of tries.
       targets: target arrays to the places of predictions; `targets(x, fill)` likewise.
+      learnt: the samples' mask to the places of predictions, bool: those that any sample learns.
       predicting: hidden states to the places of what they predict.
       back: values at the places of tokens to the batch's tokens.
       predictions: values at the places of predictions to the batch's target arrays.
@@ -27,6 +28,7 @@ class TokenLayout:
 
     inputs: Callable
     targets: Callable
+    learnt: Callable
     predicting: Callable
     back: Callable
     predictions: Callable
@@ -41,7 +43,7 @@ def of(batch: Batch, method: context.Method) -> TokenLayout:
     if batch.trie is None:
         into, back = context.arrange(method, batch.token_BT.shape[1])
         same = lambda x_BT, fill=0: into(x_BT)
-        return TokenLayout(same, same, lambda x_BT: x_BT, back, back)
+        return TokenLayout(same, same, lambda mask_BT: into(mask_BT) > 0, lambda x_BT: x_BT, back, back)
     if method == "ring" and meshes.size("cp") > 1:
         raise ValueError(
             "tries over cp need the method gather or ulysses, got ring, whose order of positions suits rows"
@@ -50,6 +52,7 @@ def of(batch: Batch, method: context.Method) -> TokenLayout:
     return TokenLayout(
         inputs=between(tries.to_places),
         targets=between(tries.targets_to_places),
+        learnt=between(tries.learnt_places),
         predicting=between(tries.from_parents),
         back=between(tries.to_samples),
         predictions=between(tries.predictions_to_samples),

@@ -59,30 +59,33 @@ _gathered.defvjp(lambda part_VD, dtype: (_gathered(part_VD, dtype), None), _scat
 
 @shaped
 def score(
-    hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None, beside=None, others=(), logits=()
-):
+    hidden_BTD, head_VD, target_BT, *, temperature_BT, needed_BT=None, chunk=None, per_chunk=None, beside=None,
+    others=(), logits=(),
+):  # fmt: skip
     """`core.logprobs.from_hidden` for rows of tokens: (logp, entropy, logsumexp), each f32[B, T], and extras.
 
     Args:
+      needed_BT: bool, the tokens whose results are read, as in `from_hidden`; None = all.
       per_chunk: gets full rows of logits, one chunk at a time.
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
       others: pairs (hidden_BTE, head_VE).
       logits: as in `from_hidden`.
     """
 
-    def local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others, axis=None, narrow_VD=None):
+    def local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others, axis=None, narrow_VD=None):
         B, T, _ = hidden_BTD.shape
         flat = lambda x: x.reshape(B * T, *x.shape[2:])
         out = logprobs.from_hidden(
-            flat(hidden_BTD), head_VD, flat(target_BT), temperature=flat(temperature_BT), chunk=chunk,
-            per_chunk=per_chunk, beside=jax.tree.map(flat, beside),
+            flat(hidden_BTD), head_VD, flat(target_BT), temperature=flat(temperature_BT),
+            needed_A=None if needed_BT is None else flat(needed_BT), chunk=chunk, per_chunk=per_chunk,
+            beside=jax.tree.map(flat, beside),
             others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
             narrow=narrow_VD,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
     if meshes.one_device():
-        return local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)
+        return local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)
 
     def split(hidden_BTD, head_VD, *given):
         head_VD, narrow_VD = _gathered(head_VD, hidden_BTD.dtype)
@@ -90,5 +93,5 @@ def score(
         return one(hidden_BTD, head_VD, *given)
 
     each = rows()
-    specs = each, spec(STORED), each, each, each, ((each, TABLE),) * len(others)
-    return island(split, specs, each)(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)
+    specs = each, spec(STORED), each, each, each, each, ((each, TABLE),) * len(others)
+    return island(split, specs, each)(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)

@@ -92,7 +92,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = open_model(config, tokens, mesh)
     run = learner.computed(config.run)
-    score = functools.partial(models.score, config=settings, run=run)
+    score = functools.partial(models.score, config=settings, run=run, learnt_only=True)
     own = learner.make(
         settings, params, score, plain, config.optim, mesh, updates=config.steps, dtype=run.dtype,
         balance=config.balance, adapters=config.lora, seed=config.seed,

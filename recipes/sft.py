@@ -66,7 +66,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     )
     common.say_added_ends(config.model, settings, tokens)
     run = learner.computed(config.run)
-    score = functools.partial(models.score, config=settings, run=run)
+    score = functools.partial(models.score, config=settings, run=run, learnt_only=True)
     own = learner.make(
         settings, params, score, losses.SFT(), config.optim, mesh, updates=config.steps, dtype=run.dtype,
         balance=config.balance, adapters=config.lora, seed=config.seed,

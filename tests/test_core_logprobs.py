@@ -55,6 +55,31 @@ def test_gradients_equal_those_of_full_logits():
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+def test_chunks_of_tokens_that_nobody_needs_cost_nothing():
+    """Needed tokens share chunks, wherever they are; others get zeros and no gradient."""
+    hidden, head, target = data(A=64)
+    needed = np.random.default_rng(2).random(64) < 0.2
+    n, seen = int(needed.sum()), []
+    top = lambda logits_CV, target_C, given: (
+        jax.debug.callback(lambda t: seen.append(t.shape), target_C), logits_CV.max(-1),
+    )[1]  # fmt: skip
+
+    def of(hidden, head, needed_A):
+        return logprobs.from_hidden(hidden, head, target, needed_A=needed_A, chunk=8, per_chunk=top)
+
+    def loss(hidden, head, needed_A):
+        logp, entropy, lse, most = of(hidden, head, needed_A)
+        return jnp.sum(jnp.where(needed, 2 * logp - entropy + 0.3 * lse + 0.1 * most, 0))
+
+    got = jax.jit(of)(hidden, head, needed)
+    jax.effects_barrier()
+    assert len(seen) == -(-n // 8) < 8
+    for a, b in zip(got, of(hidden, head, None), strict=True):
+        np.testing.assert_array_equal(a, np.where(needed, b, 0))
+    for a, b in zip(*(jax.grad(loss, (0, 1))(hidden, head, x) for x in (needed, None)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 @pytest.mark.slow
 def test_small_gradients_survive_half_precision():
     """Of a mean over a million tokens; fp16 has no room for what most logits get of it."""

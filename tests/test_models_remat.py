@@ -96,7 +96,7 @@ def test_experts_are_recomputed_unless_their_activations_are_saved(keep, loops):
         ((("mlp", "save"),), "names must be distinct and among layer_input, qkv, attention, "),
         ((("qkv", "save"), ("qkv", "offload")), "names must be distinct and among .*, got qkv, qkv"),
         ((("qkv", "of-load"),), "places must be save or offload, got of-load"),
-        ("dost", "must be one of full, dots, none, offload, or pairs .*, got 'dost'"),
+        ("dost", "must be one of auto, full, dots, none, offload, or pairs .*, got 'dost'"),
     ],
 )
 def test_meaningless_policies_are_refused(keep, words):

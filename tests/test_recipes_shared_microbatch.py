@@ -58,9 +58,15 @@ def test_a_device_is_known_by_its_kind_and_its_memory():
         assert microbatch.here(SimpleNamespace(**vars(H100) | {"device_kind": kind})) == CHIPS[name]
 
 
-@pytest.mark.parametrize(("layout", "wanted"), [(Layout(), 8), (Layout(dp=2, fsdp=3), 12), (Layout(fsdp=16), 16)])
-def test_a_cpu_gets_eight_rows_or_what_its_mesh_divides(place, layout, wanted):
-    config = sft.Config(model=str(place / "model"), data="", mesh=layout)
+@pytest.mark.parametrize(
+    ("length", "layout", "wanted"),
+    [
+        (128, Layout(), 8), (1024, Layout(), 2), (700, Layout(), 2), (4096, Layout(), 2), (512, Layout(), 4),
+        (256, Layout(dp=2, fsdp=3), 12), (1024, Layout(fsdp=16), 16),
+    ],
+)  # fmt: skip
+def test_a_cpu_gets_rows_of_2048_positions_or_what_its_mesh_divides(place, length, layout, wanted):
+    config = sft.Config(model=str(place / "model"), data="", length=length, mesh=layout)
     assert config.rows == "auto" and microbatch.rows(config) == wanted
     assert microbatch.rows(sft.Config(model="", data="", rows=5)) == 5
 

@@ -177,7 +177,7 @@ TRAINER = Names(
         ("`resume_from_checkpoint`", "= (the same `--out` resumes)"),
         (
             "`gradient_checkpointing`, `gradient_checkpointing_kwargs`",
-            "`--run.remat` full (the default), dots, none, offload",
+            "`--run.remat` full (the default on accelerators), dots (on a CPU), none, offload",
         ),
         ("`torch_compile`", "= (XLA compiles every step)"),
         ("`activation_offloading`", "`--run.remat` offload"),

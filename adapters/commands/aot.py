@@ -109,7 +109,7 @@ class Step:
         if isinstance(self.objective, ProcessReward):
             return functools.partial(models.classify, config=self.config, run=self.run)
         if self.distill is None:
-            return functools.partial(models.score, config=self.config, run=self.run)
+            return functools.partial(models.score, config=self.config, run=self.run, learnt_only=True)
         return functools.partial(
             teachers.score, objective=self.distill, config=self.config, teacher_config=self.teacher, run=self.run
         )

@@ -16,7 +16,7 @@ from ...core.balance import Balance
 from ...core.distill import Taught
 from ...core.optim import Optimizer
 from ...core.process_reward import LABEL
-from ...models import layer, lora, mtp, paging
+from ...models import layer, lora, mtp, paging, remat
 from ...models.layers import recurrence
 from ...parallel import mesh as meshes
 from ...parallel.planner import generation as generations
@@ -256,7 +256,8 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
     adapted = step.lora.rank > 0
     return jobs.Job(
         model.table, model.records, config.mesh, config.rows, step.length, step.microbatches, used, sequence,
-        dtype=run.dtype or "float32", remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, dispatch=run.dispatch,
+        dtype=run.dtype or "float32", remat=remat.chosen(run.remat, "device"), cp=run.cp,
+        head_chunk=run.head_chunk, dispatch=run.dispatch,
         top_k=model.top_k, router_fp32=model.router_fp32, activation=model.activation,
         vision=model.vision, patches=step.patches,
         chunks=_chunks(chip), slots=step.slots, tries=trie, reads=reads(step),

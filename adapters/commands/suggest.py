@@ -106,7 +106,7 @@ def suggest(config: Any, options: Any) -> dict:
         found = [Suggestion(each, each.step_s, rows * config.length / each.step_s) for each in layouts]
     return {
         "model": str(config.model), "chip": options.chip, "devices": options.devices, "fits": bool(found),
-        "usable_bytes": USABLE * chip.memory, "suggestions": [_row(each, given, config.run.remat) for each in found],
+        "usable_bytes": USABLE * chip.memory, "suggestions": [_row(each, given, made.job.remat) for each in found],
         "launch": _launch(found[0], chip) if found and own else None,
     }  # fmt: skip
 

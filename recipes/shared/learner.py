@@ -14,7 +14,7 @@ from areax.adapters import hf, peft
 from areax.adapters.runtime import hub
 from areax.core import optim, param, step
 from areax.core.balance import Balance, adjust, wrap
-from areax.models import lora, vision
+from areax.models import lora, remat, vision
 from areax.models.lora import Lora
 from areax.parallel import offload, rules
 from areax.recipes.shared import common, terminal
@@ -147,8 +147,9 @@ def dtype(adapters: Lora) -> str | None:
 
 
 def computed(run: models.Run) -> models.Run:
-    """`run` with the platform's dtype if it names none, whatever the dtype of frozen weights."""
-    return replace(run, dtype=run.dtype or models.default_dtype(jax.default_backend()))
+    """`run` with the platform's dtype if it names none, whatever the dtype of frozen weights, and its remat."""
+    platform = jax.default_backend()
+    return replace(run, dtype=run.dtype or models.default_dtype(platform), remat=remat.chosen(run.remat, platform))
 
 
 def scored(own: Learner, batch):

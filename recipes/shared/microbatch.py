@@ -16,7 +16,7 @@ from areax.recipes.shared import common
 from areax.recipes.shared.learner import Learner
 
 Rows = int | Literal["auto"]
-PLAIN = 8  # rows on a CPU
+PLAIN = 8, 2, 2048  # most and fewest rows on a CPU, and positions in them: more need memory, and save no time
 LIKE = "h100"  # what a device of a kind that no plan knows is taken for, with its own memory
 
 
@@ -54,7 +54,8 @@ def rows(config: Any, sequence: int = 0) -> int:
         return flat.rows
     chip, unit = here(jax.local_devices()[0]), _unit(flat)
     if chip is None:
-        return -(-PLAIN // unit) * unit
+        most, least, positions = PLAIN
+        return -(-min(max(positions // flat.length, least), most) // unit) * unit
     jobs.check(flat)
     chosen = processes.least(jobs.rows(flat, chip, sample_tokens=sequence))
     if jax.process_index() == 0:

@@ -77,7 +77,7 @@ def build(
     mesh = common.open_mesh(options.mesh, rows=rows, length=options.length)
     settings, params = common.open_model(model, init, seed, mesh, learner.dtype(options.lora), options.vision)
     run = learner.computed(options.run)
-    score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
+    score = functools.partial(models.score, config=settings, run=run, temperature=temperature, learnt_only=True)
     updates_per_batch = options.minibatches * options.epochs
     critic, warmup = None, 0
     if options.objective.needs_values:
@@ -156,7 +156,7 @@ def _own(x):
 
 def _teacher(directory: str, model: str, student, run: models.Run, mesh, temperature: float) -> FrozenModel:
     settings, params = common.open_teacher(directory, tokenizer.load(model), run, mesh, student.vision)
-    score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
+    score = functools.partial(models.score, config=settings, run=run, temperature=temperature, learnt_only=True)
     one = lambda params, batch: score(params, batch.without("routed_experts"))
     return FrozenModel(settings, params, step.make_scores(one))
 
