@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from areax.adapters.runtime import compile_time
+from areax.adapters.runtime import compile_time, malloc
 from areax.adapters.tracking import diagnosis, progress, run_dir
 
 
@@ -57,7 +57,10 @@ class Terminal:
                 progress.say(f"{self.kind} compiling the first step ...")
                 stack.enter_context(progress.reminding(f"{self.kind} compiling the first step"))
             yield
-        if jax.process_index() == 0 and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
+        if (seconds := compile_time.seconds() - before) < progress.SHORT_S:
+            return
+        malloc.return_memory()
+        if jax.process_index() == 0:
             progress.say(f"{self.kind} compiled {'' if first else 'another shape of rows '}in {seconds:.1f} s")
 
     def look(self, step: int, values: dict) -> None:
