@@ -1,0 +1,33 @@
+"""What a process keeps of freed memory."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+from areax.adapters.runtime import malloc
+
+libc = ctypes.CDLL(None)
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.skipif(not hasattr(libc, "malloc_trim"), reason="malloc_trim is glibc's")
+@pytest.mark.parametrize(("seconds", "returned"), [(2.0, True), (0.01, False)])
+def test_what_a_compilation_freed_goes_back_to_the_system(seconds, returned):
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    size, blocks = 100_000, 1000  # smaller than what malloc maps one by one
+    before = resident()
+    held = [libc.malloc(size) for _ in range(blocks)]
+    for block in held:
+        ctypes.memset(block, 1, size)
+    for block in held[:-1]:  # the last keeps the others from being the heap's top, which free returns
+        libc.free(block)
+    malloc._after_compiling(malloc.COMPILED, seconds)
+    kept = resident() - before
+    libc.free(held[-1])
+    assert (kept < size * blocks / 4) == returned
