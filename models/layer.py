@@ -187,7 +187,8 @@ def mixers(
                 tables[turns] = rotary.tables(position_BT, *turns, length_BT)
             else:
                 tables[turns] = rotary.axis_tables(position_3BT, *turns)
-    tables = jax.lax.optimization_barrier(tables)  # a CPU would make them again in each layer that is not in a scan
+    # A CPU would make them again in each layer that is not in a scan.
+    tables = dict(zip(tables, jax.lax.optimization_barrier([*tables.values()]), strict=True))
 
     def rotate(layer, x_BTNH):
         if layer.rope is None:

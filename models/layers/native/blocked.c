@@ -63,8 +63,8 @@ static inline f32 wide_nf4(const char *w, int64_t d, int n) {  // two rows share
 #endif
 }
 
-// T rows from row s of `rows` on, times WIDE outputs of a block, from output n on. Variables are named by row, so that compilers
-// keep sums in registers.
+// T rows from row s of `rows` on, times WIDE outputs of a block, from output n on. Variables are named by row, so
+// that compilers keep sums in registers.
 
 #define EACH1(M) M(0)
 #define EACH2(M) EACH1(M) M(1)

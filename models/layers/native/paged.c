@@ -34,8 +34,8 @@ static inline f32 some(const char *data, int narrow, int64_t i, int64_t count) {
   return whole;
 }
 
-// T queries of one sequence and head times one vector of positions (SCORES), of values (VALUES). Variables are named by query, so
-// that compilers keep sums in registers.
+// T queries of one sequence and head times one vector of positions (SCORES), of values (VALUES). Variables
+// are named by query, so that compilers keep sums in registers.
 
 #define EACH1(M) M(0)
 #define EACH2(M) EACH1(M) M(1)
