@@ -35,7 +35,7 @@ DOTS = jax.checkpoint_policies.save_from_both_policies(
 
 
 def chosen(keep: Keep, platform: str) -> Keep:
-    """What "auto" stands for in training on a platform: on a CPU "dots", the fastest there, elsewhere "full"."""
+    """The policy of training scripts on a platform: "auto" is "dots" on "cpu", the fastest there, elsewhere "full"."""
     return keep if keep != "auto" else "dots" if platform == "cpu" else "full"
 
 

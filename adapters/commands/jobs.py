@@ -256,7 +256,7 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
     adapted = step.lora.rank > 0
     return jobs.Job(
         model.table, model.records, config.mesh, config.rows, step.length, step.microbatches, used, sequence,
-        dtype=run.dtype or "float32", remat=remat.chosen(run.remat, "device"), cp=run.cp,
+        dtype=run.dtype or "float32", remat=remat.chosen(run.remat, "accelerator"), cp=run.cp,
         head_chunk=run.head_chunk, dispatch=run.dispatch,
         top_k=model.top_k, router_fp32=model.router_fp32, activation=model.activation,
         vision=model.vision, patches=step.patches,

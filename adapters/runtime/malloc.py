@@ -1,6 +1,7 @@
 """malloc settings for processes that compute on the CPU."""
 
 import ctypes
+import functools
 
 import jax
 
@@ -9,6 +10,7 @@ MOST = 2**31 - 1
 COMPILED, LONG_S = "/jax/core/compile/backend_compile_duration", 1.0  # JAX's event, and what leaves much memory behind
 
 
+@functools.cache
 def keep_memory() -> None:
     """Makes malloc reuse memory from step to step on the CPU; call it before JAX computes anything.
 
