@@ -21,6 +21,7 @@ from ..rollout.chat import formats
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
 from .command_line import parse
 from .command_line.options import UNPREFIXED
+from .command_line.printable import printable
 
 RECIPES = ("sft", "grpo", "preference", "distill", "prm")
 SHOWN = ("steps", "complete", "accuracy", "checkpoint", "report")  # at a run's end
@@ -552,8 +553,8 @@ def _recipe_of(name: str, arguments: list[str]) -> str:
 
 def _one_line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return printable(f"{error.filename}: {error.strerror}")
+    return printable(" ".join(str(error).split()))
 
 
 def _short(summary: dict) -> dict:
@@ -574,7 +575,7 @@ def _show(report: dict, as_json: bool) -> None:
         value = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
         if isinstance(value, dict):
             value = ", ".join(f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}" for key, x in value.items())
-        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else printable(f"{name}: {value}"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """GGUF files: round trips of every family, tokenizers, blocks as the library makes them, and what is refused."""
 
 import json
+import os
+import re
 import resource
 import signal
 import struct
@@ -28,7 +30,7 @@ from tokenizers import normalizers
 from areax import models
 from areax.adapters import cli, gguf, hf, safetensors, tokenizer
 from areax.adapters.commands import check, convert
-from areax.adapters.gguf import container, tokenizer_files, tokenizer_metadata, vocabulary
+from areax.adapters.gguf import container, tokenizer_files, tokenizer_metadata, vocabulary, writing
 from areax.adapters.runtime import hub
 
 
@@ -238,6 +240,73 @@ def test_an_offset_beyond_the_file_is_refused(small, tmp_path):
             container.read(tmp_path / "x.gguf")
 
 
+def rewritten(source: Path, path: Path, values: dict, tensors: dict) -> Path:
+    """A file with other values and tensors (type, bytes); None takes one away."""
+    file = container.read(source)
+    writer = library.GGUFWriter(path, "qwen3")
+    for key, value in (file.metadata | values).items():
+        if key != "general.architecture" and value is not None:
+            writing._add(writer, key, value)
+    for name, found in ({name: (x.kind, np.array(x.raw)) for name, x in file.tensors.items()} | tensors).items():
+        if found is not None:
+            writer.add_tensor(name, found[1], raw_dtype=library.GGMLQuantizationType[found[0]])
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return path
+
+
+def f32(*numbers: float) -> tuple[str, np.ndarray]:
+    return "F32", np.array(numbers, np.float32).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tokenizer.ggml.eos_token_id": [1, 2]}, "eos_token_id must be a whole number, got \\[1, 2\\]"),
+        ({"tokenizer.ggml.eot_token_id": 1 << 20}, "eot_token_id must be below 288"),
+        ({"tokenizer.ggml.padding_token_id": True}, "padding_token_id must be a whole number, got True"),
+        ({"tokenizer.ggml.pre": ["qwen2"]}, "pre must be a text"),
+        ({"tokenizer.chat_template": 3}, "chat_template must be a text, got 3"),
+        ({"tokenizer.chat_template.tools": ["a"]}, "tools must be a text"),
+        ({"tokenizer.ggml.add_bos_token": "no"}, "add_bos_token must be true or false, got 'no'"),
+        ({"tokenizer.ggml.add_bos_token": True}, "needs tokenizer.ggml.bos_token_id, which is missing"),
+        ({"split.count": "3"}, "split.count must be a whole number"),
+        ({"split.count": 3, "split.no": "0"}, "split.no must be a whole number"),
+        ({"general.alignment": True}, "alignment must be a whole number, got True"),
+        ({"output_norm.weight": None}, "missing model.norm.weight"),
+        ({"blk.0.attn_k_norm.weight": f32(*[1.0] * 16)}, r"k_norm.weight must be \[32\] by the metadata, got \[16\]"),
+        ({"blk.0.attn_k_norm.weight": f32(*[np.nan] * 32)}, "k_norm.weight must be finite, got 32 numbers"),
+        (
+            {"output_norm.weight": ("F64", np.full(64, 1e300).view(np.uint8))},
+            "64 numbers that are not in (bfloat16|float32)",
+        ),
+    ],
+)
+def test_values_and_tensors_of_other_kinds_are_refused(small, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tensors = {key: value for key, value in changes.items() if key.endswith(".weight")}
+    file = rewritten(small[1], tmp_path / "x.gguf", {k: v for k, v in changes.items() if k not in tensors}, tensors)
+    for use in (lambda: convert.convert(file, tmp_path / "out"), lambda: hub.folder(file)):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: .*{message}"):
+            use()
+    assert not (tmp_path / "out").exists()
+    assert not [*(tmp_path / "cache").rglob("config.json")]
+
+
+def test_named_templates_come_back_without_a_default(small, tmp_path):
+    values = {"tokenizer.chat_template": None, "tokenizer.chat_template.tool_use": "x"}
+    convert.convert(rewritten(small[1], tmp_path / "x.gguf", values, {}), tmp_path / "back")
+    assert tokenizer.load(tmp_path / "back").chat_template == {"tool_use": "x"}
+
+
+def test_names_of_a_file_do_not_control_the_terminal(small, tmp_path, capsys):
+    file = rewritten(small[1], tmp_path / "x.gguf", {}, {"\x1b[31mred": f32(1.0)})
+    assert cli.main(["convert", str(file), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert r"\x1b[31mred is no tensor" in said and "\x1b" not in said
+
+
 PLAIN = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": []}
 
 
@@ -334,6 +403,45 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_two_processes_do_not_write_one_file(tmp_path, monkeypatch):
+    path, file = model(tmp_path / "model", "qwen3"), tmp_path / "x.gguf"
+    (tmp_path / ".x.gguf.tmp").write_bytes(b"left by a process that was killed")
+    whole = writing._joined
+
+    def meanwhile(*given):
+        with pytest.raises(ValueError, match="another process is writing .*x.gguf"):
+            convert.convert(path, file, gguf_kind="f16")
+        return whole(*given)
+
+    monkeypatch.setattr(writing, "_joined", meanwhile)
+    convert.convert(path, file, gguf_kind="q8_0")
+    assert gguf.summary(file)[1]["q8_0"] and [*tmp_path.iterdir()] == [path, file]
+
+
+def test_a_folder_is_no_place_for_a_file(tmp_path):
+    path = model(tmp_path / "model", "qwen3")
+    (tmp_path / "x.gguf").mkdir()
+    (tmp_path / "y.gguf").symlink_to("nowhere")
+    for name in ("x.gguf", "y.gguf"):
+        with pytest.raises(ValueError, match=f"{name} already exists"):
+            convert.convert(path, tmp_path / name, gguf_kind="q8_0")
+
+
+def test_files_are_known_by_their_content(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "sha256-0123").write_bytes(small[0])  # as Ollama calls them
+    assert check.check(tmp_path / "sha256-0123")["ok"]
+    convert.convert(tmp_path / "sha256-0123", tmp_path / "out")
+    before = np.array(safetensors.read(hub.folder(tmp_path / "sha256-0123"))["model.norm.weight"])
+    found = (tmp_path / "sha256-0123").stat()
+    norm = container.read(small[1]).tensors["output_norm.weight"].raw.tobytes()
+    (tmp_path / "sha256-0123").write_bytes(small[0].replace(norm, (2 * np.frombuffer(norm, np.float32)).tobytes()))
+    os.utime(tmp_path / "sha256-0123", ns=(found.st_atime_ns, found.st_mtime_ns))
+    hub._content.cache_clear()  # another process
+    after = safetensors.read(hub.folder(tmp_path / "sha256-0123"))["model.norm.weight"]
+    np.testing.assert_array_equal(after, 2 * before)
 
 
 def test_a_file_is_a_model_everywhere(small, tmp_path, monkeypatch):

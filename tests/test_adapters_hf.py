@@ -235,6 +235,16 @@ def test_bare_backbones_are_loaded_and_saved_without_the_prefix(tmp_path):
     assert all(name.startswith(("model.", "score.")) for name in safetensors.read(tmp_path / "scored"))
 
 
+def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
+    config, params = made()
+    path = hf.save(tmp_path / "model", config, {**params, "embed": params["embed"].at[3, 2].set(1e5)})
+    held = jax.tree.map(np.asarray, hf.load(path)[1])
+    for tree in (hf.mapped(path, dtype=None)[1], held):
+        with pytest.raises(ValueError, match="save: embed has numbers that float16 does not hold"):
+            hf.save(tmp_path / "narrow", config, tree, "float16")
+    assert not (tmp_path / "narrow").exists()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
 def test_dtypes(tmp_path, dtype):
     config, params = made()

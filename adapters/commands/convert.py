@@ -42,7 +42,7 @@ def convert(
     Returns:
       {"source", "path", "family", "dtypes", "tensors", "bytes"}, with `extract` also what `extract.extract` returns.
     """
-    check_new(destination)
+    check_new(destination, directory=gguf_kind is None)
     files = Files(dtype, shard_size, experts, embeddings, gguf_kind)
     if (Path(source) / peft.CONFIG).is_file() != merge:
         raise ValueError(
@@ -66,7 +66,7 @@ def convert(
         return report(source, files.save(destination, config, params, base=base))
     if base:
         raise ValueError(f"convert: --base is for adapters and runs, got {base} for {source}; leave it out")
-    if os.fspath(source).endswith(gguf.SUFFIX) and os.path.isfile(source):
+    if hub.is_gguf(source):
         return report(source, _from_gguf(source, destination, files))
     source = hub.folder(source, weights=True)
     config, params, _ = hf.mapped(source, dtype=None)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from .. import hf, peft, safetensors
+from ..command_line.printable import printable
 from ..runtime import hub
 from ..tracking import progress
-from .files import printable
 
 NUMBERS = 1 << 20  # of a tensor that are compared at a time, in float64
 WRITTEN = ("_name_or_path", "transformers_version", "torch_dtype")  # what config.json says of its writer, or twice

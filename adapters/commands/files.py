@@ -110,15 +110,10 @@ def _array(x) -> np.ndarray:
     return np.asarray(x.read() if isinstance(x, hf.Deferred) else x)
 
 
-def printable(line: str) -> str:
-    """A line for a terminal: names from files may have characters that control it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-
-
-def check_new(destination: str | os.PathLike) -> None:
-    """Raises ValueError if something is at the destination."""
+def check_new(destination: str | os.PathLike, directory: bool = True) -> None:
+    """Raises ValueError if something is at the destination; for a directory it may be an empty one."""
     target = Path(destination)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.lexists(target) and not (directory and target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"convert: {destination} already exists; choose another destination, or remove it first")
 
 

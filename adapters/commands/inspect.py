@@ -21,10 +21,10 @@ from ...models.layers import score_head
 from ...parallel import mesh, rules
 from ...rollout.servers.engine_mesh import EngineMesh
 from .. import hf, orbax, peft, safetensors, tokenizer
+from ..command_line.printable import printable
 from ..data import images
 from ..runtime import hub
 from ..tracking import run_dir
-from .files import printable
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
 RANK = 8  # of adapters asked for, whether PEFT's format has them

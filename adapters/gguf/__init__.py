@@ -5,8 +5,7 @@ config.json of metadata and back; `tokenizer_files`, `tokenizer_metadata` and `v
 `reading` and `writing` put them together. The quantised blocks themselves are those of the library `gguf`.
 """
 
-from .container import SUFFIX
 from .reading import opened, quantised, small_files, summary, unpack
 from .writing import KINDS, write
 
-__all__ = ["KINDS", "SUFFIX", "opened", "quantised", "small_files", "summary", "unpack", "write"]
+__all__ = ["KINDS", "opened", "quantised", "small_files", "summary", "unpack", "write"]

@@ -20,7 +20,6 @@ import numpy as np
 
 from .. import safetensors
 
-SUFFIX = ".gguf"
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = {  # number of a metadata type -> its struct format
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
@@ -28,7 +27,9 @@ SCALARS = {  # number of a metadata type -> its struct format
 STRING, ARRAY = 8, 9
 MOST = 1 << 24  # entries of a list of texts
 MOST_AXES = 4
+TYPES = {int: "a whole number", bool: "true or false", str: "a text"}
 PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": ml_dtypes.bfloat16}
+HALVES = "F16", "BF16"
 
 
 def library() -> Any:
@@ -63,7 +64,7 @@ class Weight:
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(PLAIN.get(self.kind, np.float32))
+        return np.dtype(PLAIN[self.kind] if self.kind in HALVES else np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -78,16 +79,22 @@ class Weight:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return np.asarray(self.read(), dtype)
 
-    def read(self) -> np.ndarray:
-        """The whole tensor, in `dtype`."""
-        if self.quantised:
-            gguf = library()
-            x = gguf.quants.dequantize(self.raw, gguf.GGMLQuantizationType[self.kind])
-        else:
-            x = np.ascontiguousarray(self.raw).view(self.dtype)
-        safetensors.forget(self.raw)
-        x = x.reshape(self.raw.shape[:-1] + (-1,))
-        return (self.restore(x) if self.restore else x).reshape(self.shape)
+    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+        """The whole tensor, in a dtype, None = `dtype`; ValueError if a number is not finite in it."""
+        with np.errstate(all="ignore"):  # what is not finite is found below
+            if self.quantised:
+                gguf = library()
+                x = gguf.quants.dequantize(self.raw, gguf.GGMLQuantizationType[self.kind])
+            else:
+                x = np.ascontiguousarray(self.raw).view(PLAIN[self.kind])
+            safetensors.forget(self.raw)
+            x = x.reshape(self.raw.shape[:-1] + (-1,))
+            x = (self.restore(x) if self.restore else x).reshape(self.shape).astype(dtype or self.dtype, copy=False)
+        if count := safetensors.count_nonfinite(x):
+            raise ValueError(
+                f"{self.name} must be finite, got {count:,} numbers that are not in {x.dtype}; copy it again"
+            )
+        return x
 
     def entry(self, i: int) -> Weight:
         """Entry i along the first axis, still to be read."""
@@ -106,6 +113,13 @@ class File:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Weight]
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """A value of `metadata`; ValueError if it is of another type."""
+        value = self.metadata.get(key, default)
+        if value is not default and type(value) is not kind:
+            raise ValueError(f"{self.path}: {key} must be {TYPES[kind]}, got {value!r:.80}; copy it again")
+        return value
 
 
 class _Reader:
@@ -174,30 +188,30 @@ def read(path: str | os.PathLike) -> File:
         if name in metadata:
             raise ValueError(f"{path}: half-written or damaged, {name} is there twice; copy it again")
         metadata[name] = reader.value(reader.number("<I"))
-    if metadata.get("split.count", 0) > 1:
+    found = File(path, metadata, {})
+    if (parts := found.get("split.count", int, 0)) > 1:
         raise ValueError(
-            f"{path}: must be one file, got the part {metadata.get('split.no', 0) + 1} of {metadata['split.count']}; "
-            "join them with llama-gguf-split --merge"
+            f"{path}: must be one file, got the part {found.get('split.no', int, 0) + 1} of {parts}; join them with "
+            "llama-gguf-split --merge"
         )
     records = [_record(reader) for _ in range(tensors)]
-    alignment = metadata.get("general.alignment", ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+    alignment = found.get("general.alignment", int, ALIGNMENT)
+    if alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"{path}: general.alignment must be a power of 2, got {alignment!r:.80}; copy it again")
     start = -(-reader.at // alignment) * alignment
-    held: dict[str, Weight] = {}
     spans = []
     for name, shape, kind, offset in records:
-        if name in held:
+        if name in found.tensors:
             raise ValueError(f"{path}: half-written or damaged, {name} is there twice; copy it again")
         weight, size = _weight(gguf, path, data, name, shape, kind, start + offset)
         if offset % alignment:
             raise ValueError(f"{path}: half-written or damaged, {name} is at the offset {offset}; copy it again")
-        held[name] = weight
+        found.tensors[name] = weight
         spans.append((offset, offset + size))
     spans.sort()
     if any(stop > start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False)):
         raise ValueError(f"{path}: half-written or damaged, its tensors overlap; copy it again")
-    return File(path, metadata, held)
+    return found
 
 
 def _record(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:

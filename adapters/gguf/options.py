@@ -200,7 +200,7 @@ def _scaling(file: File, family: Family, take, theta: float, head_dim: int) -> d
 
 def _llama3(file: File, divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     """rope_scaling of the divisors of frequencies: those of Llama 3.1 and later, by whatever factor."""
-    scaling = {"rope_type": "llama3", "factor": _shortest(divisors.max())} | LLAMA3
+    scaling = {"rope_type": "llama3", "factor": max(1.0, _shortest(divisors.max()))} | LLAMA3
     rope = rotary.Rope(
         theta, "llama3", scaling["factor"], LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"],
         original_context=int(LLAMA3[ORIGINAL]),

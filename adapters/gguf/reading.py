@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ... import models
+from ...core import param
 from .. import safetensors
 from . import container, families, options, tokenizer_files
 from .container import File, Weight
@@ -28,25 +30,29 @@ def opened(path: str | os.PathLike) -> tuple[File, dict[str, Any], dict[str, Any
     """(the file, its config.json, tensors by Hugging Face's names: each a `Weight`).
 
     Raises:
-      ValueError: as `container.read`; or the architecture, an option or a tensor is not implemented; names it.
+      ValueError: as `container.read`; or the architecture, an option or a tensor is not implemented, or a tensor is
+        missing or misshapen; names it.
     """
     file = container.read(path)
     data = file.metadata
-    architecture = data.get("general.architecture")
+    architecture = file.get("general.architecture", str)
     family = families.of_file(architecture, data.get(f"{architecture}.expert_count"), str(file.path))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{file.path}: needs the matrix token_embd.weight; copy it again")
     hf = options.config(file, family)
-    hf |= {"vocab_size": embedding.shape[0], "eos_token_id": tokenizer_files.ends(file) or None}
+    vocab = embedding.shape[0]
+    hf |= {"vocab_size": vocab, "eos_token_id": tokenizer_files.ends(file, vocab) or None}
     for option, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        hf[option] = data.get(f"tokenizer.ggml.{key}_token_id")
+        hf[option] = tokenizer_files.token_id(file, key, vocab)
     try:
         hf = options.normalised(hf)
     except ValueError as error:
         raise ValueError(f"{file.path}: as {error}") from error
     hf["dtype"] = hf["torch_dtype"] = _dtype(file)
-    return file, hf, _tensors(file, family, hf)
+    tensors = _tensors(file, family, hf)
+    _check(file, tensors, models.table(models.config_from_hf(hf)))
+    return file, hf, tensors
 
 
 def small_files(file: File, hf: Mapping[str, Any], directory: Path) -> None:
@@ -68,7 +74,7 @@ def unpack(path: str | os.PathLike, directory: Path) -> None:
     dtype = np.dtype(ml_dtypes.bfloat16) if hf["dtype"] == "bfloat16" else np.dtype(hf["dtype"])
     small_files(file, hf, directory)
     specs = {name: SimpleNamespace(shape=x.shape, dtype=dtype) for name, x in tensors.items()}
-    safetensors.write(directory, specs, (x.read().astype(dtype, copy=False) for x in tensors.values()))
+    safetensors.write(directory, specs, (x.read(dtype) for x in tensors.values()))
 
 
 def summary(path: str | os.PathLike) -> tuple[str, Counter[str], int]:
@@ -107,6 +113,23 @@ def _tensors(file: File, family: Family, hf: Mapping[str, Any]) -> dict[str, Wei
         more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
         raise ValueError(f"{file.path}: {unknown[0]}{more} is no tensor of {family.gguf} that areax knows")
     return out
+
+
+def _check(file: File, tensors: Mapping[str, Weight], table: param.Table) -> None:
+    """Raises ValueError unless the tensors are those of the table."""
+    wanted = {}
+    for leaf in param.leaf_list(table):
+        for spelt in leaf.keys("model.").values():
+            wanted[next((key for key in spelt if key in tensors), spelt[0])] = leaf.stored_shape
+    for words, names in (("missing", wanted.keys() - tensors.keys()), ("unexpected", tensors.keys() - wanted.keys())):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{file.path}: {words} {min(names)}{more}; copy it again")
+    for key, shape in wanted.items():
+        if tensors[key].shape != shape:
+            raise ValueError(
+                f"{file.path}: {key} must be {list(shape)} by the metadata, got {list(tensors[key].shape)}"
+            )
 
 
 def _restored(name: str, weight: Weight, family: Family, hf: Mapping[str, Any]) -> Weight:

@@ -27,7 +27,7 @@ from .vocabulary import (
 )  # fmt: skip
 
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ENDS = ("eos", "eot", "eom")
 TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -40,8 +40,7 @@ def files(file: File, vocab: int) -> dict[str, Any]:
     Raises:
       ValueError: the tokenizer is of a kind that is not implemented, or damaged.
     """
-    data = file.metadata
-    kind = data.get(f"{KEY}model")
+    kind = file.get(f"{KEY}model", str)
     if kind not in (BPE, SENTENCEPIECE):
         raise ValueError(f"{file.path}: {KEY}model must be {BPE} or {SENTENCEPIECE}, got {kind!r:.80}")
     tokens = _list(file, "tokens", str, vocab)
@@ -49,7 +48,7 @@ def files(file: File, vocab: int) -> dict[str, Any]:
         raise ValueError(f"{file.path}: {KEY}tokens must be different from each other; copy it again")
     types = _list(file, "token_type", int, len(tokens), [NORMAL] * len(tokens))
     ids = {text: id for id, text in enumerate(tokens) if not (types[id] == UNUSED and text == PADDING.format(id))}
-    found = {name: _id(file, f"{key}_token_id", len(tokens)) for name, key in NAMED.items()}
+    found = {name: token_id(file, key, len(tokens)) for name, key in NAMED.items()}
     special = {name: id for name, id in found.items() if id is not None}
     made = _bpe(file, ids) if kind == BPE else _sentencepiece(file, ids, types)
     made["added_tokens"] = [
@@ -64,28 +63,37 @@ def files(file: File, vocab: int) -> dict[str, Any]:
     config = {f"{name}_token": text for name, text in text_of.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": data.get(f"{data['general.architecture']}.context_length"),
+        "model_max_length": file.metadata.get(f"{file.metadata['general.architecture']}.context_length"),
     }
     order = ("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")
     whole = {"version": "1.0", "truncation": None, "padding": None} | made
     out: dict[str, Any] = {
         "tokenizer.json": {name: whole[name] for name in (*order, "decoder", "model")}, "tokenizer_config.json": config,
     }  # fmt: skip
-    if template := data.get(TEMPLATE):
+    if template := file.get(TEMPLATE, str):
         out["chat_template.jinja"] = template
-        for key, value in data.items():
-            if key.startswith(f"{TEMPLATE}."):
-                name = key.removeprefix(f"{TEMPLATE}.")
-                if not TEMPLATE_NAME.fullmatch(name):
-                    raise ValueError(f"{file.path}: a chat template must have a plain name, got {name!r:.80}")
-                out[f"additional_chat_templates/{name}.jinja"] = value
+    for key in file.metadata:
+        if key.startswith(f"{TEMPLATE}."):
+            name = key.removeprefix(f"{TEMPLATE}.")
+            if not TEMPLATE_NAME.fullmatch(name):
+                raise ValueError(f"{file.path}: a chat template must have a plain name, got {name!r:.80}")
+            out[f"additional_chat_templates/{name}.jinja"] = file.get(key, str)
     return out
 
 
-def ends(file: File) -> list[int]:
-    """The tokens that end a text, a turn or a message."""
-    found = (file.metadata.get(f"{KEY}{name}") for name in ENDS)
+def ends(file: File, count: int) -> list[int]:
+    """The tokens that end a text, a turn or a message, of `count`."""
+    found = (token_id(file, name, count) for name in ENDS)
     return list(dict.fromkeys(id for id in found if id is not None))
+
+
+def token_id(file: File, name: str, count: int) -> int | None:
+    """The id of a special token such as "bos", None if there is none; ValueError if it is none of `count`."""
+    key = f"{KEY}{name}_token_id"
+    id = file.get(key, int)
+    if id is not None and not 0 <= id < count:
+        raise ValueError(f"{file.path}: {key} must be below {count}, the number of tokens, got {id}; copy it again")
+    return id
 
 
 def _list(file: File, name: str, kind: type, count: int, default: list | None = None) -> list:
@@ -96,15 +104,8 @@ def _list(file: File, name: str, kind: type, count: int, default: list | None = 
     return value
 
 
-def _id(file: File, name: str, count: int) -> int | None:
-    id = file.metadata.get(f"{KEY}{name}")
-    if id is not None and not (type(id) is int and 0 <= id < count):
-        raise ValueError(f"{file.path}: {KEY}{name} must be below {count}, the number of tokens, got {id!r:.80}")
-    return id
-
-
 def _bpe(file: File, ids: Mapping[str, int]) -> dict[str, Any]:
-    pre = file.metadata.get(f"{KEY}pre")
+    pre = file.get(f"{KEY}pre", str)
     if pre not in SPLITS:
         raise ValueError(
             f"{file.path}: {KEY}pre must be one of {', '.join(SPLITS)}, got {pre!r:.80}; use the original checkpoint"
@@ -136,7 +137,7 @@ def _sentencepiece(file: File, ids: Mapping[str, int], types: list[int]) -> dict
     # A token of the user is stored with spaces, which are others to the merges of words.
     blank = [text for text, id in ids.items() if types[id] == USER_DEFINED and not text.strip(" \n\t")]
     mergeable |= {text.replace(" ", SPACE): ids[text] for text in blank}
-    prefix = file.metadata.get(f"{KEY}add_space_prefix", True)
+    prefix = file.get(f"{KEY}add_space_prefix", bool, True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     first = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -166,8 +167,11 @@ def _model(
 
 def _around(file: File, text_of: Mapping[str, str], ids: Mapping[str, int], kind: str) -> dict[str, Any] | None:
     """What is put before and behind a text."""
-    before = file.metadata.get(f"{KEY}add_bos_token", kind == SENTENCEPIECE) and "bos" in ids
-    behind = file.metadata.get(f"{KEY}add_eos_token", False) and "eos" in ids
+    before = file.get(f"{KEY}add_bos_token", bool, kind == SENTENCEPIECE and "bos" in ids)
+    behind = file.get(f"{KEY}add_eos_token", bool, False)
+    for name, there in (("bos", before), ("eos", behind)):
+        if there and name not in ids:
+            raise ValueError(f"{file.path}: {KEY}add_{name}_token needs {KEY}{name}_token_id, which is missing")
     if not (before or behind):
         return None
     token = lambda name, place: {"SpecialToken": {"id": text_of[name], "type_id": place}}

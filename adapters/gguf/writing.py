@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,8 +51,7 @@ def write(
     tokens, warnings = tokenizer_metadata.metadata(tokenizer, settings.vocab, settings.eos)
     divisors = options.frequencies(settings)
     places = _places(family, specs, kind, settings.tied)
-    temporary = path.with_name(f".{path.name}.tmp")
-    writer = gguf.GGUFWriter(os.fspath(temporary), family.gguf)
+    writer = gguf.GGUFWriter(None, family.gguf)
     general = {"general.type": "model", "general.name": path.stem, "general.quantization_version": 2}
     general["general.file_type"] = int(gguf.LlamaFileType[KINDS[kind]])
     for key, value in (general | values | tokens).items():
@@ -61,26 +62,39 @@ def write(
         row = gguf.quants.quant_shape_to_byte_shape(shape, gguf.GGMLQuantizationType[type_])
         writer.add_tensor_info(name, row, np.dtype(np.uint8), int(np.prod(row)), gguf.GGMLQuantizationType[type_])
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with safetensors.named(path):
-            try:
-                writer.write_header_to_file()
-                writer.write_kv_data_to_file()
-                writer.write_ti_data_to_file()
-                [file] = writer.fout
-                first = [] if divisors is None else [(f"{FREQUENCIES}.weight", divisors)]
-                for name, x in itertools.chain(first, _joined(family, specs, arrays, settings)):
-                    writer.write_padding(file, file.tell())  # the library's own writer of tensors hides what went wrong
-                    file.write(_encoded(gguf, name, x, places[name][1]))
-                writer.write_padding(file, file.tell())
-                file.flush()
-                os.fsync(file.fileno())
-            finally:
-                writer.close()
+    with _alone(path) as temporary, safetensors.named(path):
+        try:
+            writer.write_header_to_file(temporary)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            [file] = writer.fout
+            first = [] if divisors is None else [(f"{FREQUENCIES}.weight", divisors)]
+            for name, x in itertools.chain(first, _joined(family, specs, arrays, settings)):
+                writer.write_padding(file, file.tell())  # the library's own writer of tensors hides what went wrong
+                file.write(_encoded(gguf, name, x, places[name][1]))
+            writer.write_padding(file, file.tell())
+            file.flush()
+            os.fsync(file.fileno())
+        finally:
+            writer.close()
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return warnings
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that no other process writes, removed at the end; what a process that was killed
+    left in it is written over."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"convert: another process is writing {path}; choose another destination") from None
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _places(family: Family, specs: Mapping[str, Any], kind: str, tied: bool) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -95,14 +95,14 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     indices = list(np.ndindex(*leaf.unstacked_shape))
     if isinstance(x, Mapped):
         for index in indices:
-            yield x.at(index).astype(wanted, copy=False)
+            yield _narrowed(leaf, x.at(index), wanted)
             for at in [index] if index in x.tensors else x.below(index):
                 safetensors.forget(x.tensors[at])
         return
     x = param.plain(x.read() if isinstance(x, Deferred) else x)
     if on_host(x):
         host = np.asarray(x)
-        yield from (host[index].astype(wanted, copy=False) for index in indices)
+        yield from (_narrowed(leaf, host[index], wanted) for index in indices)
         return
     # Cast on the device, one tensor at a time, fetching the next while the last is written.
     ahead = _fetch(x, indices[0], wanted)
@@ -110,6 +110,15 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
         row, ahead = ahead, _fetch(x, index, wanted)
         yield np.asarray(row)
     yield np.asarray(ahead)
+
+
+def _narrowed(leaf: param.Leaf, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """An array in another dtype; ValueError if a number is too large for float16."""
+    with np.errstate(over="ignore"):
+        narrow = x.astype(dtype, copy=False)
+    if dtype == np.float16 != x.dtype and safetensors.count_nonfinite(narrow) > safetensors.count_nonfinite(x):
+        raise ValueError(f"save: {leaf.path} has numbers that float16 does not hold; write it in bfloat16")
+    return narrow
 
 
 def _fetch(x, index: tuple[int, ...], dtype) -> jax.Array:

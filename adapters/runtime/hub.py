@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -15,13 +16,16 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import xxhash
+
 from .atomic_dir import replacing
 
 SECONDS = 5.0
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # configs and tokenizers
-GGUF = ".gguf"
-SOURCE = "gguf.txt"  # in an unpacked folder: the path, size and time of the file
+GGUF, MAGIC = ".gguf", b"GGUF"
+SOURCE = "gguf.txt"  # in an unpacked folder: the path and the content of the file, and of the code that unpacked it
+PART = 1 << 22  # bytes that are hashed at a time
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -41,7 +45,7 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
         `gguf.unpack`.
     """
     text = os.path.expanduser(name)  # of `Path` it raises RuntimeError without such a user
-    if text.endswith(GGUF) and os.path.isfile(text):
+    if is_gguf(text):
         return _unpacked(Path(text).resolve())
     if isinstance(name, Path) or os.path.exists(text) or not NAME.fullmatch(text) or text[0] == ".":
         return text
@@ -77,6 +81,26 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
     return found
 
 
+def is_gguf(path: str | os.PathLike) -> bool:
+    """Whether a path is a GGUF file, by its name or its first bytes; the files of some programs have no suffix."""
+    if not os.path.isfile(path):
+        return False
+    if os.fspath(path).endswith(GGUF):
+        return True
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+@functools.lru_cache(maxsize=64)
+def _content(path: Path, size: int, *times: int) -> str:
+    """xxh3-128 of a file's bytes, in hex; `size` and `times` say in one process that they are still the same."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while part := file.read(PART):
+            state.update(part)
+    return state.hexdigest()
+
+
 def _unpacked(file: Path) -> str:
     """The folder that a GGUF file is unpacked in."""
     from .. import gguf
@@ -89,7 +113,8 @@ def _unpacked(file: Path) -> str:
     target = caches / f"{file.stem}-{key}"
     with _alone(target):
         found = file.stat()
-        stamp = f"{file} {found.st_size} {found.st_mtime_ns}\n"
+        code = [_content(one, 0) for one in sorted(Path(gguf.__file__).parent.glob("*.py"))]
+        stamp = " ".join([str(file), _content(file, found.st_size, found.st_mtime_ns, found.st_ctime_ns), *code])
         if not (target / SOURCE).is_file() or (target / SOURCE).read_text() != stamp:
             for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):  # by a process that was killed
                 shutil.rmtree(left)

@@ -44,7 +44,7 @@ def convert(
       ValueError: the state is not kept or damaged, the model that the run started from is gone, or the state does not
         fit it.
     """
-    check_new(destination)
+    check_new(destination, directory=files.gguf is None)
     options = hf.read_json(run / run_dir.CONFIG)
     spec = lora.Lora(**_given(options, "lora"))
     if spec.rank == 0 and merge:
