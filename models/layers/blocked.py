@@ -23,7 +23,8 @@ class Blocked:
     """A weight [out, in] as [out / OUTPUTS, in, OUTPUTS]; the last block is filled up with zeros.
 
     Attributes:
-      weight: in fp32 or bf16, or the code of a `QuantisedWeight`: two entries a byte along `in` if it has 4 bits.
+      weight: in fp32; in bf16 [out / OUTPUTS, in / 2, OUTPUTS, 2]; or the code of a `QuantisedWeight`: two entries a
+        byte along `in` if it has 4 bits.
       scale: f32[out / OUTPUTS, groups of entries, OUTPUTS] of the code; None = no code.
       outputs: its size `out`.
       active: bool[S], which rows of [S, in] are multiplied; None = all.
@@ -40,7 +41,12 @@ def blocks(w) -> Blocked:
     if isinstance(w, QuantisedWeight):
         scale = w.scale / 127 if w.kind == "int8" else w.scale
         return Blocked(_rows_apart(w.code), _rows_apart(scale), w.shape[0])
-    return Blocked(_rows_apart(w), None, w.shape[0])
+    if w.dtype == jnp.bfloat16 and w.shape[1] % 2:
+        w = w.astype(jnp.float32)
+    w_FDN = _rows_apart(w)
+    if w.dtype == jnp.bfloat16:
+        w_FDN = w_FDN.reshape(len(w_FDN), -1, 2, OUTPUTS).swapaxes(2, 3)
+    return Blocked(w_FDN, None, w.shape[0])
 
 
 def _rows_apart(w_FD):
@@ -50,7 +56,7 @@ def _rows_apart(w_FD):
 
 def rows(w: Blocked, index, dtype):
     """The rows w[index], [..., in]; the weight has no code."""
-    return w.weight[index // OUTPUTS, :, index % OUTPUTS].astype(dtype)
+    return w.weight[index // OUTPUTS, :, index % OUTPUTS].reshape(*index.shape, -1).astype(dtype)
 
 
 def of_rows(weights, active_S):
@@ -68,7 +74,7 @@ def products(x_SD, weights: Sequence[Blocked]) -> Sequence:
     """`product` with each of some weights, in one call."""
     if not native.ready():
         return [_by_xla(x_SD, w) for w in weights]
-    x_SD = x_SD.astype(jnp.float32)
+    x_SD = x_SD if x_SD.dtype == jnp.bfloat16 else x_SD.astype(jnp.float32)
     active_S = jnp.ones(len(x_SD), bool) if weights[0].active is None else weights[0].active
     kept = [x for w in weights for x in (w.weight, w.scale) if x is not None]
     made = [jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32) for w in weights]
@@ -80,6 +86,8 @@ def _by_xla(x_SD, w: Blocked):
     if w_FDN.dtype == jnp.uint8:
         pair_FD2N = jnp.stack([w_FDN & 15, w_FDN >> 4], 2)
         w_FDN = jnp.asarray(NF4)[pair_FD2N.reshape(len(w_FDN), -1, OUTPUTS)]
+    if w_FDN.ndim == 4:
+        w_FDN = w_FDN.swapaxes(2, 3).reshape(len(w_FDN), -1, OUTPUTS)
     w_FDN = w_FDN.astype(jnp.float32)
     if w.scale is not None:
         by_group = w_FDN.reshape(*w.scale.shape[:2], -1, OUTPUTS) * w.scale[:, :, None]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 
-SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "paged")]
-HEADER = Path(__file__).with_name("call.h")
-CALLS = "areax_blocked", "areax_draw", "areax_paged", "areax_untouched"
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "paged", "pages")]
+HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("call", "tiles")]
+CALLS = "areax_blocked", "areax_draw", "areax_paged", "areax_put", "areax_put_pages", "areax_untouched"
 FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
 
@@ -63,5 +63,5 @@ def _machine(command: list[str]) -> str:
     known = ("flags", "Features", "CPU part")
     lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
     instructions = sorted({line for line in lines if line.startswith(known) or not cpu.exists()})
-    sources = [file.read_text() for file in (*SOURCES, HEADER)]
+    sources = [file.read_text() for file in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\n".join([*command, *instructions, *sources]).encode()).hexdigest()[:16]

@@ -1,23 +1,34 @@
-// y = x w^T for few rows x[S, D] and some weights, as a call of XLA on CPUs. Weights are read as they are kept, and
-// widened to fp32.
+// y = x w^T for some rows x[S, D] and some weights, as a call of XLA on CPUs. Weights are read as they are kept, and
+// widened to fp32, or multiplied in bf16 where rows are in bf16 too and the machine has tiles (tiles.h).
 //
-// Weights lie in blocks of N outputs, [F / N, D, N], so that N neighbouring numbers belong to as many sums. Each sum is
-// over groups of entries in order, which may have scales: its bits depend neither on S nor on threads.
+// Weights lie in blocks of N outputs, [F / N, D, N], so that N neighbouring numbers belong to as many sums; of bf16 and
+// 4 bits, two entries of an output are neighbours. Each sum is over groups of entries in order, which may have scales:
+// its bits depend neither on S nor on threads.
 
 #include "call.h"
+#include "tiles.h"
 
 #define N 32  // outputs of a block
 #define WIDE (2 * LANES)  // outputs at a time
+#define SLAB 48          // rows whose sums stay in a core's cache
+#define CHUNK 64         // entries whose weights stay there
 #define GROUP 64         // entries that are summed by themselves: long sums lose digits
 #define SMALL (1 << 16)  // products that one thread computes sooner than others would come
-#define AHEAD 8192  // bytes that are fetched ahead: without, a core waits for memory
+#define AHEAD 8192       // bytes that are fetched ahead: without, a core waits for memory
 
 typedef struct {
-  const float *x, *scale;
+  int64_t row, size;  // rows row, ..., row + size - 1 of those that are active
+} Tile;
+
+typedef struct {
+  const float *x;      // of each tile [D, size]
+  const uint16_t *x16; // bf16[rows + zeros, D], for tiles
+  const float *scale;
   const char *w;
   float *y;
-  const int64_t *rows;      // those to compute
-  int64_t S, D, F, size;    // their number; entries that are summed by themselves, and share a scale
+  const int64_t *rows;    // those to compute
+  const Tile *tiles;
+  int64_t S, D, F, size, tile_count;  // their number; entries that are summed by themselves, and share a scale
 } Product;
 
 static const float nf4[16] = {
@@ -29,8 +40,8 @@ static const float nf4[16] = {
 
 static inline f32 wide_f32(const char *w, int64_t d, int n) { return *(const f32 *)(w + 4 * (d * N + n)); }
 
-static inline f32 wide_bf16(const char *w, int64_t d, int n) {
-  return (f32)(__builtin_convertvector(*(const u16 *)(w + 2 * (d * N + n)), u32) << 16);
+static inline f32 wide_bf16(const char *w, int64_t d, int n) {  // two rows share 32 bits: the lower half is the first's
+  return (f32)((*(const u32 *)(w + 4 * (d / 2 * N + n)) << (d % 2 ? 0 : 16)) & 0xffff0000u);
 }
 
 static inline f32 wide_int8(const char *w, int64_t d, int n) {
@@ -63,71 +74,165 @@ static inline f32 wide_nf4(const char *w, int64_t d, int n) {  // two rows share
 #endif
 }
 
-// T rows from row s of `rows` on, times WIDE outputs of a block, from output n on. Variables are named by row, so
-// that compilers keep sums in registers.
+// T rows times some entries of a block: `part` += x w, [T, N], and at a group's end `sum` += part x scale. Variables are
+// named by row, so that compilers keep sums in registers.
+
+typedef struct {
+  const char *w, *ahead;  // of the entries' first; what is fetched meanwhile, `stride` bytes with each entry
+  const float *scale;     // of the group; NULL = none
+  int64_t stride, length;
+  int first, last;  // of a group
+} Chunk;
 
 #define EACH1(M) M(0)
 #define EACH2(M) EACH1(M) M(1)
 #define EACH4(M) EACH2(M) M(2) M(3)
-#define EACH8(M) EACH4(M) M(4) M(5) M(6) M(7)
-#define SUMS(t) f32 a##t = {0}, b##t = {0};
-#define PARTS(t) f32 p##t = {0}, q##t = {0};
-#define ROW(t) const float *x##t = p->x + p->rows[s + t] * D;
-#define ADD(t) p##t += x##t[d] * left, q##t += x##t[d] * right;
-#define SCALE(t) a##t += p##t * *(const f32 *)scale, b##t += q##t * *(const f32 *)(scale + LANES);
-#define TAKE(t) a##t += p##t, b##t += q##t;
-#define PUT(t) put(p->y + p->rows[s + t] * p->F + first, p->F - first, a##t, b##t);
+#define EACH6(M) EACH4(M) M(4) M(5)
+#define EACH8(M) EACH6(M) M(6) M(7)
+#define EACH12(M) EACH8(M) M(8) M(9) M(10) M(11)
+#define BEGIN(t) f32 p##t = {0}, q##t = {0};
+#define GO_ON(t) p##t = *(f32 *)(part + t * N + n), q##t = *(f32 *)(part + t * N + n + LANES);
+#define ADD(t) p##t += x[at + t] * left, q##t += x[at + t] * right;
+#define KEEP(t) *(f32 *)(part + t * N + n) = p##t, *(f32 *)(part + t * N + n + LANES) = q##t;
+#define SCALE(t) \
+  *(f32 *)(sum + t * N + n) += p##t * scale_left, *(f32 *)(sum + t * N + n + LANES) += q##t * scale_right;
+#define TAKE(t) *(f32 *)(sum + t * N + n) += p##t, *(f32 *)(sum + t * N + n + LANES) += q##t;
 
-static inline void put(float *y, int64_t room, f32 a, f32 b) {
-  f32 both[2] = {a, b};
-  if (room > 0) memcpy(y, both, room < WIDE ? room * sizeof(float) : sizeof both);
-}
-
-#define ROWS(T, KIND, BITS)                                                              \
-  static void rows##T##_##KIND(const Product *p, int64_t block, int n, int64_t s) {      \
-    const int64_t D = p->D, size = p->size, first = block * N + n;                       \
-    const float *scale = p->scale ? p->scale + block * (D / size) * N + n : NULL;        \
-    const char *w = p->w + block * (D * N * BITS / 8);                                   \
-    EACH##T(ROW) EACH##T(SUMS) for (int64_t begin = 0; begin < D; begin += size) {       \
-      const int64_t end = begin + size < D ? begin + size : D;                           \
-      EACH##T(PARTS) for (int64_t d = begin; d < end; d++) {                             \
-        __builtin_prefetch(w + d * N * BITS / 8 + AHEAD);                                \
-        if (BITS == 32) __builtin_prefetch(w + d * N * 4 + AHEAD + 64);                  \
-        f32 left = wide_##KIND(w, d, n), right = wide_##KIND(w, d, n + LANES);           \
-        EACH##T(ADD)                                                                     \
-      }                                                                                  \
-      if (scale) {                                                                       \
-        EACH##T(SCALE) scale += N;                                                       \
-      } else {                                                                           \
-        EACH##T(TAKE)                                                                    \
-      }                                                                                  \
-    }                                                                                    \
-    EACH##T(PUT)                                                                         \
+#define TILE(T, KIND, BITS)                                                                                    \
+  static void tile##T##_##KIND(const Chunk *chunk, const float *restrict x, float *restrict part, float *restrict sum) { \
+    const char *w = chunk->w, *ahead = chunk->ahead;                                                           \
+    const int64_t length = chunk->length, stride = chunk->stride;                                              \
+    for (int n = 0; n < N; n += WIDE) {                                                                        \
+      EACH##T(BEGIN) if (!chunk->first) { EACH##T(GO_ON) }                                                     \
+      for (int64_t d = 0, at = 0; d < length; d++, at += T) {                                                  \
+        __builtin_prefetch(ahead + d * stride);                                                                \
+        if (BITS == 32) __builtin_prefetch(ahead + d * stride + 64);                                           \
+        f32 left = wide_##KIND(w, d, n), right = wide_##KIND(w, d, n + LANES);                                 \
+        EACH##T(ADD)                                                                                           \
+      }                                                                                                        \
+      if (!chunk->last) {                                                                                      \
+        EACH##T(KEEP)                                                                                          \
+      } else if (chunk->scale) {                                                                               \
+        f32 scale_left = *(const f32 *)(chunk->scale + n), scale_right = *(const f32 *)(chunk->scale + n + LANES); \
+        EACH##T(SCALE)                                                                                         \
+      } else {                                                                                                 \
+        EACH##T(TAKE)                                                                                          \
+      }                                                                                                        \
+    }                                                                                                          \
   }
 
+typedef void (*Multiply)(const Chunk *, const float *, float *, float *);
+
 #if defined(__AVX512F__)  // as many rows as sums fit into registers
-#define EIGHT(KIND, BITS) ROWS(8, KIND, BITS)
-#define BY_EIGHT(KIND) for (; s + 8 <= p->S; s += 8) rows8_##KIND(p, block, n, s);
+static const int sizes[] = {12, 8, 4, 2, 1};
+#define TILES(KIND, BITS) TILE(12, KIND, BITS) TILE(8, KIND, BITS) TILE(4, KIND, BITS) TILE(2, KIND, BITS) TILE(1, KIND, BITS)
+#define ALL(KIND) {tile12_##KIND, tile8_##KIND, tile4_##KIND, tile2_##KIND, tile1_##KIND}
 #else
-#define EIGHT(KIND, BITS)
-#define BY_EIGHT(KIND)
+static const int sizes[] = {6, 4, 2, 1};
+#define TILES(KIND, BITS) TILE(6, KIND, BITS) TILE(4, KIND, BITS) TILE(2, KIND, BITS) TILE(1, KIND, BITS)
+#define ALL(KIND) {tile6_##KIND, tile4_##KIND, tile2_##KIND, tile1_##KIND}
 #endif
 
-#define BLOCK(KIND, BITS)                                                                \
-  ROWS(1, KIND, BITS) ROWS(2, KIND, BITS) ROWS(4, KIND, BITS) EIGHT(KIND, BITS)          \
-  static void block_##KIND(const Product *p, int64_t block) {                            \
-    for (int n = 0; n < N; n += WIDE) {                                                  \
-      int64_t s = 0;                                                                     \
-      BY_EIGHT(KIND)                                                                     \
-      for (; s + 4 <= p->S; s += 4) rows4_##KIND(p, block, n, s);                        \
-      for (; s + 2 <= p->S; s += 2) rows2_##KIND(p, block, n, s);                        \
-      for (; s < p->S; s++) rows1_##KIND(p, block, n, s);                                \
-    }                                                                                    \
+TILES(f32, 32) TILES(bf16, 16) TILES(int8, 8) TILES(nf4, 4)
+
+static inline Multiply by_size(const Multiply *of_size, int64_t size) {
+  int i = 0;
+  while (sizes[i] != size) i++;
+  return of_size[i];
+}
+
+// The rows of some tiles, a slab, times a block. Weights that several tiles need are widened once.
+static inline void slab(
+    const Product *p, int64_t block, const Tile *tiles, int64_t count, const Multiply *narrow, int bits,
+    f32 (*widen)(const char *, int64_t, int)) {
+  static const Multiply wide[] = ALL(f32);
+  float part[SLAB * N], sum[SLAB * N] = {0}, copy[CHUNK * N];
+  const int64_t D = p->D, bytes = N * bits / 8, start = tiles->row, groups = D / p->size;
+  const char *w = p->w + block * (D * bytes);
+  for (int64_t begin = 0, end; begin < D; begin = end) {
+    const int64_t group = begin / p->size, group_end = (group + 1) * p->size < D ? (group + 1) * p->size : D;
+    end = begin + CHUNK < group_end ? begin + CHUNK : group_end;
+    const char *own = w + begin * N * bits / 8;
+    Chunk chunk = {
+        own, own + AHEAD, p->scale ? p->scale + (block * groups + group) * N : NULL, bytes, end - begin,
+        begin == group * p->size, end == group_end};
+    const Multiply *of_size = narrow;
+    if (count > 1) {
+      chunk.stride = (bytes + count - 1) / count, chunk.ahead = own + (end - begin) * bytes;
+      if (bits != 32) {
+        for (int64_t d = 0; d < end - begin; d++)
+          for (int n = 0; n < N; n += LANES) *(f32 *)(copy + d * N + n) = widen(own, d, n);
+        chunk.w = (const char *)copy, of_size = wide;
+      }
+    }
+    for (const Tile *tile = tiles; tile < tiles + count; tile++) {
+      const int64_t at = (tile->row - start) * N;
+      by_size(of_size, tile->size)(&chunk, p->x + tile->row * D + begin * tile->size, part + at, sum + at);
+      chunk.ahead += (end - begin) * chunk.stride;
+    }
+  }
+  const Tile *last = tiles + count - 1;
+  const int64_t room = p->F - block * N < N ? p->F - block * N : N;
+  for (int64_t i = 0; i < last->row + last->size - start; i++)
+    memcpy(p->y + p->rows[start + i] * p->F + block * N, sum + i * N, room * sizeof(float));
+}
+
+#define BLOCK(KIND, BITS)                                                                 \
+  static void block_##KIND(const Product *p, int64_t block) {                             \
+    static const Multiply narrow[] = ALL(KIND);                                           \
+    for (int64_t i = 0, end; i < p->tile_count; i = end) {                                \
+      const int64_t limit = p->tiles[i].row + SLAB;                                       \
+      for (end = i; end < p->tile_count && p->tiles[end].row + p->tiles[end].size <= limit; end++) {} \
+      slab(p, block, p->tiles + i, end - i, narrow, BITS, wide_##KIND);                   \
+    }                                                                                     \
   }
 
 BLOCK(f32, 32) BLOCK(bf16, 16) BLOCK(int8, 8) BLOCK(nf4, 4)
 
-// The blocks of all weights, which threads share.
+// All rows times a block, in bf16.
+static void block_tiles(const Product *p, int64_t block) {
+  float sum[2 * TILE_ROWS * N];
+  const char *w = p->w + block * p->D * N * 2;
+  const int64_t room = p->F - block * N < N ? p->F - block * N : N;
+  for (int64_t s = 0; s < p->S; s += 2 * TILE_ROWS) {
+    const int64_t rows = p->S - s < 2 * TILE_ROWS ? p->S - s : 2 * TILE_ROWS;
+    multiply_tiles(p->x16 + s * p->D, w, p->D, rows, sum);
+    for (int64_t i = 0; i < rows; i++) memcpy(p->y + p->rows[s + i] * p->F + block * N, sum + i * N, room * sizeof(float));
+  }
+}
+
+// Rows are packed by tiles, and the blocks of all weights computed, by several threads.
+
+typedef struct {
+  const XLA_FFI_Buffer *x;
+  const int64_t *rows;
+  const Tile *tiles;
+  float *packed;
+  uint16_t *packed16;
+} Rows;
+
+static void pack(const void *data, int64_t i) {
+  const Rows *rows = data;
+  const int64_t D = rows->x->dims[1], size = rows->tiles[i].size;
+  float *to = rows->packed + rows->tiles[i].row * D;
+  if (rows->packed16)
+    for (int64_t s = rows->tiles[i].row; s < rows->tiles[i].row + size; s++)
+      memcpy(rows->packed16 + s * D, (const uint16_t *)rows->x->data + rows->rows[s] * D, D * sizeof(uint16_t));
+  if (!rows->packed) return;
+  for (int64_t t = 0; t < size; t++) {
+    const int64_t row = rows->rows[rows->tiles[i].row + t] * D;
+    const float *x = (const float *)rows->x->data + row;
+    const uint16_t *x16 = (const uint16_t *)rows->x->data + row;
+    if (rows->x->dtype == XLA_FFI_DataType_F32) {
+      for (int64_t d = 0; d < D; d++) to[d * size + t] = x[d];
+    } else {
+      for (int64_t d = 0; d < D; d++) {
+        const uint32_t bits = (uint32_t)x16[d] << 16;
+        memcpy(to + d * size + t, &bits, 4);
+      }
+    }
+  }
+}
 
 typedef struct {
   Product product;
@@ -138,43 +243,64 @@ typedef struct {
 typedef struct {
   int64_t blocks, pieces;
   const Weight *weights;
+  int tiles;
 } Task;
 
 static void piece(const void *data, int64_t i) {
   const Task *task = data;
   int64_t b = task->blocks * i / task->pieces, end = task->blocks * (i + 1) / task->pieces, before = 0;
+  if (task->tiles) use_tiles();
   for (const Weight *w = task->weights; b < end; before += w->blocks, w++)
     for (; b < end && b - before < w->blocks; b++) w->block(&w->product, b - before);
+  if (task->tiles) leave_tiles();
 }
 
-// (x f32[S, D], active[S], then for each weight w f32 or bf16 [blocks, D, N], or code s8 [blocks, D, N] or u8 [blocks,
-// D / 2, N] and scale f32[blocks, groups, N]) -> y f32[S, F] of each, 0 in rows that are not active.
+// (x f32 or bf16 [S, D], active[S], then for each weight w f32 [blocks, D, N], bf16 [blocks, D / 2, N, 2], or code s8
+// [blocks, D, N] or u8 [blocks, D / 2, N] and scale f32[blocks, groups, N]) -> y f32[S, F] of each, 0 in rows that are
+// not active.
 XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *x = argument(frame, 0), *active = argument(frame, 1);
   const int64_t S = x->dims[0], D = x->dims[1], count = frame->rets.size;
-  int64_t rows[S], used = 0;
+  int64_t rows[S], used = 0, tile_count = 0;
+  Tile tiles[S];
   Weight weights[count];
   for (int64_t s = 0; s < S; s++)
     if (((const uint8_t *)active->data)[s]) rows[used++] = s;
+  for (int64_t s = 0, i = 0; s < used; s += sizes[i], tile_count++) {
+    while (s + sizes[i] > used) i++;
+    tiles[tile_count] = (Tile){s, sizes[i]};
+  }
   Task task = {.weights = weights};
-  int64_t outputs = 0;
+  const int in_tiles = x->dtype == XLA_FFI_DataType_BF16 && D % TILE_ENTRIES == 0 && has_tiles();
+  int64_t outputs = 0, others = 0;
   for (int64_t i = 0, at = 2; i < count; i++) {
     const XLA_FFI_Buffer *w = argument(frame, at++), *y = result(frame, i), *scale = NULL;
     if (w->dtype == XLA_FFI_DataType_S8 || w->dtype == XLA_FFI_DataType_U8) scale = argument(frame, at++);
     const int64_t F = y->dims[1], size = scale ? D / scale->dims[1] : GROUP;
-    weights[i] = (Weight){{x->data, scale ? scale->data : NULL, w->data, y->data, rows, used, D, F, size},
-                          w->dtype == XLA_FFI_DataType_F32    ? block_f32
+    const int by_tiles = in_tiles && w->dtype == XLA_FFI_DataType_BF16;
+    weights[i] = (Weight){{NULL, NULL, scale ? scale->data : NULL, w->data, y->data, rows, tiles, used, D, F, size, tile_count},
+                          by_tiles                            ? block_tiles
+                          : w->dtype == XLA_FFI_DataType_F32  ? block_f32
                           : w->dtype == XLA_FFI_DataType_BF16 ? block_bf16
                           : w->dtype == XLA_FFI_DataType_S8   ? block_int8
                                                               : block_nf4,
                           w->dims[0]};
-    task.blocks += w->dims[0], outputs += F;
+    task.blocks += w->dims[0], outputs += F, task.tiles |= by_tiles, others |= !by_tiles;
     for (int64_t s = 0; s < S; s++)
       if (!((const uint8_t *)active->data)[s]) memset((float *)y->data + s * F, 0, F * sizeof(float));
   }
+  const int64_t filled = task.tiles ? (used + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS) : 0;  // rows of x16
+  float *packed = others ? malloc(used * D * sizeof(float)) : NULL;
+  uint16_t *packed16 = task.tiles ? malloc(filled * D * sizeof(uint16_t)) : NULL;
+  for (int64_t i = 0; i < count; i++) weights[i].product.x = packed, weights[i].product.x16 = packed16;
+  if (task.tiles) memset(packed16 + used * D, 0, (filled - used) * D * sizeof(uint16_t));
   const int64_t threads = used * D * outputs < SMALL ? 1 : threads_of(frame);
+  Rows own = {x, rows, tiles, packed, packed16};
+  each_piece(frame, pack, &own, tile_count, used * D < SMALL ? 1 : threads);
   task.pieces = threads < 2 ? 1 : task.blocks < 4 * threads ? task.blocks : 4 * threads;
   each_piece(frame, piece, &task, task.pieces, threads);
+  free(packed);
+  free(packed16);
   return NULL;
 }

@@ -1,5 +1,7 @@
 // What the calls of XLA on CPUs in this folder share: vectors, errors, and work for several threads.
 
+#pragma once
+
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>

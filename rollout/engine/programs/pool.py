@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ....models import paging
 from ....models.layer import Layer, Recurrent
+from ....models.layers import native
 from ....models.paging import Kind
 from ....parallel import mesh
 from . import attention_cpu
@@ -37,7 +38,7 @@ def empty(
         K, H, V = layer.cached
         K, n = paging.heads(K, mesh.size("tp")), counts[kind] + 1
         pages = jax.ShapeDtypeStruct((n, K, H, C), dtype), jax.ShapeDtypeStruct((n, K, C, V), dtype)
-        if jax.default_backend() == "cpu" and mesh.one_device() and attention_cpu.supports(*pages):
+        if in_c() and attention_cpu.supports(*pages):
             return tuple(map(attention_cpu.untouched, pages))
         return tuple(jnp.zeros(x.shape, x.dtype) for x in pages)
 
@@ -47,6 +48,11 @@ def empty(
         return make()
     where = lambda x: NamedSharding(jax.sharding.get_mesh(), sharding(x))
     return jax.jit(make, out_shardings=jax.tree.map(where, jax.eval_shape(make)))()
+
+
+def in_c() -> bool:
+    """Whether calls in C write pages: on one CPU, where XLA would copy all to change some."""
+    return mesh.one_device() and native.ready()
 
 
 def sharding(x) -> P:
@@ -78,6 +84,9 @@ def stored(x, dtype):
 
 def write_chunks(pages, k_RTKH, v_RTKV, page_R):
     """Writes chunks of T tokens to the start of their pages."""
+    if in_c():
+        place_RT = jnp.broadcast_to(jnp.arange(k_RTKH.shape[1]), k_RTKH.shape[:2])
+        return write_tokens(pages, k_RTKH, v_RTKV, jnp.broadcast_to(page_R[:, None], place_RT.shape), place_RT)
     keys_PKHC, values_PKCV = pages
     T, copies = k_RTKH.shape[1], keys_PKHC.shape[1] // k_RTKH.shape[2]
     k_RTKH, v_RTKV = (stored(jnp.repeat(x, copies, axis=2), keys_PKHC.dtype) for x in (k_RTKH, v_RTKV))
@@ -88,6 +97,10 @@ def write_chunks(pages, k_RTKH, v_RTKV, page_R):
 def write_tokens(pages, k_SQKH, v_SQKV, page_SQ, place_SQ):
     """Writes Q tokens of each slot, each to a place in its page."""
     keys_PKHC, values_PKCV = pages
+    if in_c():
+        flat = lambda x_SQ: x_SQ.reshape(-1, *x_SQ.shape[2:])
+        k_AKH, v_AKV = (stored(flat(x), keys_PKHC.dtype) for x in (k_SQKH, v_SQKV))
+        return attention_cpu.written(pages, k_AKH, v_AKV, flat(page_SQ), flat(place_SQ))
     copies = keys_PKHC.shape[1] // k_SQKH.shape[2]
     k_SQKH, v_SQKV = (stored(jnp.repeat(x, copies, axis=2), keys_PKHC.dtype) for x in (k_SQKH, v_SQKV))
     return keys_PKHC.at[page_SQ, :, :, place_SQ].set(k_SQKH), values_PKCV.at[page_SQ, :, place_SQ].set(v_SQKV)
@@ -111,6 +124,10 @@ def wipe(pool, used, *, states: frozenset[int]):
     return pinned([layer(i, held) for i, held in enumerate(pool)])
 
 
+def _with_pages(x_P, whole_N, page_N):
+    return attention_cpu.with_pages(x_P, whole_N, page_N) if in_c() else x_P.at[page_N].set(whole_N)
+
+
 @functools.partial(jax.jit, static_argnames=("of_layer", "states"), donate_argnames=("pool",))
 def copy(pool, page_K2N, keep_2N, restore_2N, *, of_layer: tuple[int, ...], states: frozenset[int]):
     """Copies pages page_K2N[kind] = (from, to); then states of slots to rows, and of rows to slots.
@@ -125,7 +142,7 @@ def copy(pool, page_K2N, keep_2N, restore_2N, *, of_layer: tuple[int, ...], stat
             put = lambda name: now[name].at[restore_2N[1]].set(kept[name][restore_2N[0]], mode="drop")
             return {name: put(name) for name in now}, kept
         source_N, target_N = page_K2N[of_layer[i]] if held else (None, None)
-        return tuple(x.at[target_N].set(x[source_N]) for x in held)
+        return tuple(_with_pages(x, x[source_N], target_N) for x in held)
 
     return pinned([layer(i, held) for i, held in enumerate(pool)])
 
@@ -149,6 +166,6 @@ def restore(pool, saved, page_KN, slot, *, of_layer: tuple[int, ...], states: fr
     def layer(i, held, saved):
         if i in states:
             return {name: x.at[slot].set(saved[name]) for name, x in held[0].items()}, held[1]
-        return tuple(x.at[page_KN[of_layer[i]]].set(own) for x, own in zip(held, saved, strict=True))
+        return tuple(_with_pages(x, own, page_KN[of_layer[i]]) for x, own in zip(held, saved, strict=True))
 
     return pinned([layer(i, *both) for i, both in enumerate(zip(pool, saved, strict=True))])
