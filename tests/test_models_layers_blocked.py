@@ -43,6 +43,22 @@ def test_a_row_has_the_same_bits_alone_and_with_any_others(case, compiled):
         np.testing.assert_array_equal(jax.jit(blocked.product)(x[S - n :], w), y[S - n :])
 
 
+@pytest.mark.parametrize("rows", [1, 13, 64, 131])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nf4"])
+def test_rows_in_bf16_and_many_rows_have_their_bits_too(kind, rows, compiled):
+    kept, x = KINDS[kind](jnp.asarray(drawn(0, F, D))), jnp.asarray(drawn(1, 131, D)).astype(jnp.bfloat16)
+    w, product = jax.jit(blocked.blocks)(kept), jax.jit(blocked.product)
+    plain = quantised.dequantise(kept) if kind == "nf4" else kept
+    y = product(x, w)
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(plain, np.float64).T, atol=6e-5)
+    np.testing.assert_array_equal(product(x[-rows:], w), y[-rows:])
+
+
+def test_a_weight_in_bf16_may_have_an_odd_number_of_entries():
+    w, x = jnp.asarray(drawn(0, F, 7)).astype(jnp.bfloat16), jnp.asarray(drawn(1, S, 7))
+    np.testing.assert_allclose(blocked.product(x, blocked.blocks(w)), x @ w.astype(jnp.float32).T, atol=1e-5)
+
+
 def test_rows_that_are_not_active_are_zero_and_others_keep_their_bits(case, compiled):
     _, w, x, y = case
     x = jnp.where(ACTIVE[:, None], x, jnp.nan)
@@ -67,8 +83,9 @@ def test_several_weights_are_multiplied_in_one_call(case):
 
 
 def test_rows_of_a_weight_are_read_from_its_blocks():
-    w, index = jnp.asarray(drawn(0, F, D)), jnp.array([[3, 76], [0, 31]])
-    np.testing.assert_array_equal(blocked.rows(blocked.blocks(w), index, jnp.float32), w[index])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        w, index = jnp.asarray(drawn(0, F, D)).astype(dtype), jnp.array([[3, 76], [0, 31]])
+        np.testing.assert_array_equal(blocked.rows(blocked.blocks(w), index, dtype), w[index])
 
 
 def test_many_threads_give_the_same_bits():

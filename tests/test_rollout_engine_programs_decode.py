@@ -17,7 +17,7 @@ from areax.adapters import hf
 from areax.core import packing, param, quantised
 from areax.models import paging
 from areax.models.layers import native
-from areax.models.layers.blocked import Blocked
+from areax.models.layers.blocked import OUTPUTS, Blocked
 from areax.models.layers.linear import Transposed
 from areax.rollout.engine import in_process
 from areax.rollout.engine.engine import Engine
@@ -265,7 +265,8 @@ def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32(in_blocks, compil
         assert engine.weights["layers"][0]["q"].weight.dtype == jnp.bfloat16
         narrow = engine.generate(asked())
         is_leaf = lambda w: isinstance(w, Blocked)
-        widened = lambda w: dataclasses.replace(w, weight=w.weight.astype(jnp.float32)) if is_leaf(w) else w
+        in_fp32 = lambda w_FD2N: w_FD2N.swapaxes(2, 3).reshape(len(w_FD2N), -1, OUTPUTS).astype(jnp.float32)
+        widened = lambda w: dataclasses.replace(w, weight=in_fp32(w.weight)) if is_leaf(w) else w
         engine.swap(jax.tree.map(widened, engine.weights, is_leaf=is_leaf), "in fp32")
         for one, other in zip(narrow, engine.generate(asked()), strict=True):
             assert one.tokens == other.tokens and one.logp == other.logp and one.input_logp == other.input_logp

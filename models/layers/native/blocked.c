@@ -74,8 +74,8 @@ static inline f32 wide_nf4(const char *w, int64_t d, int n) {  // two rows share
 #endif
 }
 
-// T rows times some entries of a block: `part` += x w, [T, N], and at a group's end `sum` += part x scale. Variables are
-// named by row, so that compilers keep sums in registers.
+// T rows times some entries of a block: `part` += x w, [T, N], and at a group's end `sum` += part x scale. Variables
+// are named by row, so that compilers keep sums in registers.
 
 typedef struct {
   const char *w, *ahead;  // of the entries' first; what is fetched meanwhile, `stride` bytes with each entry
@@ -99,7 +99,8 @@ typedef struct {
 #define TAKE(t) *(f32 *)(sum + t * N + n) += p##t, *(f32 *)(sum + t * N + n + LANES) += q##t;
 
 #define TILE(T, KIND, BITS)                                                                                    \
-  static void tile##T##_##KIND(const Chunk *chunk, const float *restrict x, float *restrict part, float *restrict sum) { \
+  static void tile##T##_##KIND(                                                                                \
+      const Chunk *chunk, const float *restrict x, float *restrict part, float *restrict sum) {                \
     const char *w = chunk->w, *ahead = chunk->ahead;                                                           \
     const int64_t length = chunk->length, stride = chunk->stride;                                              \
     for (int n = 0; n < N; n += WIDE) {                                                                        \
@@ -125,7 +126,8 @@ typedef void (*Multiply)(const Chunk *, const float *, float *, float *);
 
 #if defined(__AVX512F__)  // as many rows as sums fit into registers
 static const int sizes[] = {12, 8, 4, 2, 1};
-#define TILES(KIND, BITS) TILE(12, KIND, BITS) TILE(8, KIND, BITS) TILE(4, KIND, BITS) TILE(2, KIND, BITS) TILE(1, KIND, BITS)
+#define TILES(KIND, BITS) \
+  TILE(12, KIND, BITS) TILE(8, KIND, BITS) TILE(4, KIND, BITS) TILE(2, KIND, BITS) TILE(1, KIND, BITS)
 #define ALL(KIND) {tile12_##KIND, tile8_##KIND, tile4_##KIND, tile2_##KIND, tile1_##KIND}
 #else
 static const int sizes[] = {6, 4, 2, 1};
@@ -197,11 +199,12 @@ static void block_tiles(const Product *p, int64_t block) {
   for (int64_t s = 0; s < p->S; s += 2 * TILE_ROWS) {
     const int64_t rows = p->S - s < 2 * TILE_ROWS ? p->S - s : 2 * TILE_ROWS;
     multiply_tiles(p->x16 + s * p->D, w, p->D, rows, sum);
-    for (int64_t i = 0; i < rows; i++) memcpy(p->y + p->rows[s + i] * p->F + block * N, sum + i * N, room * sizeof(float));
+    for (int64_t i = 0; i < rows; i++)
+      memcpy(p->y + p->rows[s + i] * p->F + block * N, sum + i * N, room * sizeof(float));
   }
 }
 
-// Rows are packed by tiles, and the blocks of all weights computed, by several threads.
+// Several threads pack rows by tiles, then compute the blocks of all weights.
 
 typedef struct {
   const XLA_FFI_Buffer *x;
@@ -279,7 +282,8 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
     if (w->dtype == XLA_FFI_DataType_S8 || w->dtype == XLA_FFI_DataType_U8) scale = argument(frame, at++);
     const int64_t F = y->dims[1], size = scale ? D / scale->dims[1] : GROUP;
     const int by_tiles = in_tiles && w->dtype == XLA_FFI_DataType_BF16;
-    weights[i] = (Weight){{NULL, NULL, scale ? scale->data : NULL, w->data, y->data, rows, tiles, used, D, F, size, tile_count},
+    const float *scales = scale ? scale->data : NULL;
+    weights[i] = (Weight){{NULL, NULL, scales, w->data, y->data, rows, tiles, used, D, F, size, tile_count},
                           by_tiles                            ? block_tiles
                           : w->dtype == XLA_FFI_DataType_F32  ? block_f32
                           : w->dtype == XLA_FFI_DataType_BF16 ? block_bf16
@@ -290,7 +294,7 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
     for (int64_t s = 0; s < S; s++)
       if (!((const uint8_t *)active->data)[s]) memset((float *)y->data + s * F, 0, F * sizeof(float));
   }
-  const int64_t filled = task.tiles ? (used + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS) : 0;  // rows of x16
+  const int64_t filled = task.tiles ? (used / (2 * TILE_ROWS) + 1) * (2 * TILE_ROWS) : 0;  // rows of x16
   float *packed = others ? malloc(used * D * sizeof(float)) : NULL;
   uint16_t *packed16 = task.tiles ? malloc(filled * D * sizeof(uint16_t)) : NULL;
   for (int64_t i = 0; i < count; i++) weights[i].product.x = packed, weights[i].product.x16 = packed16;
