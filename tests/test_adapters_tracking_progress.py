@@ -22,6 +22,7 @@ def test_steps_without_a_terminal_prints_lines_including_the_last():
     with progress.steps("grpo", 4, every=3600, console=Console(file=out, width=40)) as tick:
         for step in range(1, 5):
             tick(step, tokens=100, reward=step / 4, loss=None)
+        assert out.getvalue().count("\n") == 2, "the last step has its line before what follows the steps"
     first, last = out.getvalue().splitlines()
     assert first.startswith("grpo 1/4  reward 0.25  ") and "tokens/s" in first and first.endswith(" left")
     assert last.startswith("grpo 4/4  reward 1  ") and "left" not in last and "loss" not in last

@@ -357,6 +357,32 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
 
 
 @pytest.mark.slow
+def test_ctrl_c_in_the_last_evaluation_ends_it_and_loses_no_step(place, monkeypatch, capsys):
+    """The state is saved before, and the run that goes on evaluates."""
+    merge, save, seen = offline.common.merge, orbax.Store.save, []
+
+    def saved(store, version, *state):
+        seen.append(version)
+        return save(store, version, *state)
+
+    def interrupted(*reports):  # at the second batch of held-out rows
+        seen.append("batch")
+        os.kill(os.getpid(), signal.SIGINT)
+        return merge(*reports)
+
+    held = config(place, "held", steps=2, heldout=str(place / "rows.jsonl"))
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax.Store, "save", saved)
+        patch.setattr(offline.common, "merge", interrupted)
+        stopped = sft.main(held)
+    said = capsys.readouterr().err
+    assert said.index("sft 2/2") < said.index("sft evaluating 200 rows")
+    assert seen == [2, "batch"] and not stopped["complete"] and "heldout_nll" not in stopped
+    done = sft.main(held)
+    assert done["complete"] and done["heldout_nll"] > 0
+
+
+@pytest.mark.slow
 def test_a_state_is_saved_after_the_line_of_its_step(place, monkeypatch):
     """A run that is killed then has both, and the resumed one does not lack a line."""
     seen, save = [], orbax.Store.save

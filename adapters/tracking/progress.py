@@ -114,11 +114,11 @@ def steps(
     def tick(step, *, tokens=0, **values):
         nonlocal waiting
         waiting = f"{kind} {step}/{total}  {words(step, tokens, values)}".rstrip()
-        if time.monotonic() - printed >= every:
+        if step >= total or time.monotonic() - printed >= every:
             show()
 
     yield tick
-    show()  # always print the last step
+    show()  # always print the last step, also of a run that stops early
 
 
 class _Console(Console):

@@ -284,16 +284,25 @@ def fit(
                     made = samples([rows[index] for index in indices])
                 return pack(made)
 
-            def evaluate() -> dict:
+            def evaluate() -> bool:
+                """Logs the metrics of the held-out rows. False = a signal ended it, and nothing was logged."""
                 report: dict = {}
-                for i in range(0, len(heldout), config.batch):
-                    jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
-                    read = packed(heldout, range(i, min(i + config.batch, len(heldout))))
-                    batch = beside(batches.batch(read, mesh))
-                    seen = learner.scored(own, batch) if own.objective.needs_scores else None
-                    new = loss(own.state.params, prepare(batch, seen), *own.frozen)
-                    report = common.merge(report, new) if report else new
-                return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
+                seen = 0
+                with said.phase(f"evaluating {len(heldout)} rows", lambda: f", {seen} done"):
+                    while seen < len(heldout):
+                        if processes.anyone(stop.asked)[0]:
+                            return False
+                        read = packed(heldout, range(seen, min(seen + config.batch, len(heldout))))
+                        batch = beside(batches.batch(read, mesh))
+                        scores = learner.scored(own, batch) if own.objective.needs_scores else None
+                        new = loss(own.state.params, prepare(batch, scores), *own.frozen)
+                        report = common.merge(report, new) if report else new
+                        jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
+                        seen += config.batch
+                values = {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
+                last.update(values)
+                run.log(kind, done, **values)
+                return True
 
             saved_at, stopped = time.monotonic(), False
             stop.orderly()
@@ -323,8 +332,8 @@ def fit(
                     done, pending = i + 1, (i + 1, now, *counts, more)
                     if heldout and config.evaluate_every and done % config.evaluate_every == 0:
                         report()
-                        with said.phase(f"evaluating {len(heldout)} rows"), compile_time.left_out():
-                            run.log(kind, done, **evaluate())
+                        with compile_time.left_out():
+                            evaluate()
                     due = overdue or (config.save_every and done % config.save_every == 0)
                     if due and done < config.steps:
                         report()  # first: a state that is saved has its line, whenever the run is killed
@@ -334,9 +343,8 @@ def fit(
                 report()
             stopped = stopped or processes.anyone(stop.asked)[0]
             if heldout and not stopped:  # a run that goes on evaluates then
-                with said.phase(f"evaluating {len(heldout)} rows"):
-                    last.update(evaluate())
-                run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
+                save()
+                stopped = not evaluate()
         save()
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
         summary = {
