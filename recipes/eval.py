@@ -14,7 +14,7 @@ from areax.adapters.data import images
 from areax.adapters.launch import devices
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
-from areax.adapters.tracking import run_dir
+from areax.adapters.tracking import progress, run_dir
 from areax.recipes.shared import common, evaluation, many_rows, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
@@ -172,9 +172,10 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
                 agent=config.agent, options=json_object("--workflow-options", config.workflow_options),
             )
         )  # fmt: skip
-        groups = await executor.rollouts(
-            episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
-            seed=config.seed if fleet.seeded else None,
-        )  # fmt: skip
+        with progress.counting(f"evaluating {len(asked)} rows") as count:
+            groups = await executor.rollouts(
+                episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
+                seed=config.seed if fleet.seeded else None, on_group=count,
+            )  # fmt: skip
     evaluation.say_endless(groups, tokens)
     return evaluation.summary(groups, config.samples), evaluation.answers(asked, groups, tokens)

@@ -317,10 +317,11 @@ async def train(
             run_on_all("save", v, position | {"data": identity})
 
         async def evaluate(v: int) -> None:
-            with log.terminal.phase(f"evaluating version {v}"):
+            with log.terminal.counting(f"evaluating version {v}") as count:
                 sets, groups = await rollouts.evaluate(
                     episodes.sampled, fleet.generate, heldout, samples=config.evaluation.heldout_samples,
                     max_concurrent=config.rollout.max_concurrent, seed=config.seed if fleet.seeded else None,
+                    on_group=count,
                 )  # fmt: skip
             log.evaluation(v, sets, groups)
 

@@ -114,6 +114,16 @@ def test_a_long_phase_says_that_it_goes_on(monkeypatch, capsys):
     assert capsys.readouterr().err == "loading ...\n"
 
 
+def test_a_long_phase_says_how_many_rows_are_done(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_S", 0.05)
+    with progress.counting("evaluating 1319 rows") as count, progress.counting("nothing", quiet=True):
+        count()
+        count(1200)
+        while (said := capsys.readouterr().err).count("\n") < 1 or "done" not in said:
+            assert threading.active_count()
+    assert said.splitlines()[-1] == "evaluating 1319 rows ... 0:00, 1,201 rows done"
+
+
 def test_the_first_step_counts_only_until_there_is_another():
     out, seconds = io.StringIO(), iter([0.0, 100.0, 101.0])
     with progress.steps("grpo", 5, every=0, console=Console(file=out, width=80), now=lambda: next(seconds)) as tick:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import servers
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from jax._src import xla_bridge
 
 from areax.adapters import cli
 from areax.adapters.command_line.options import replaced
@@ -152,9 +154,23 @@ def test_an_evaluation_writes_its_answers_and_a_page(capsys, place):
 
 def test_without_json_the_numbers_are_lines(capsys, place):
     assert cli.main(words(place)) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert "evaluating 6 rows ...\n" in said
     assert re.match(r"accuracy: \S+\nstderr: \S+\nrows: 6\nsamples: 6\n", out) and "pass@" not in out
     assert not (place / "answers.jsonl").exists()
+
+
+def test_an_evaluation_leaves_the_devices_to_its_servers(place, monkeypatch):
+    """JAX would take memory of their GPUs when it is first asked for a device, or which process this is."""
+    get, main, asked = xla_bridge.get_backend, threading.current_thread(), []
+
+    def seen(*args):
+        if threading.current_thread() is main:
+            asked.append(args)
+        return get(*args)
+
+    monkeypatch.setattr(xla_bridge, "get_backend", seen)
+    assert cli.main(words(place)) == 0 and not asked
 
 
 @pytest.mark.slow

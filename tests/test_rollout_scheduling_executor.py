@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections import Counter
@@ -599,7 +600,9 @@ def test_evaluation_keeps_the_order_of_rows_and_its_concurrency_limit():
     async def workflow(generate, row):
         return None if row["id"] == 3 else await plain(generate, row)
 
-    out = play(rollouts(workflow, generate, ROWS, group_size=2, max_concurrent=4, seed=0))
+    done = itertools.count()
+    out = play(rollouts(workflow, generate, ROWS, group_size=2, max_concurrent=4, seed=0, on_group=lambda: next(done)))
+    assert next(done) == len(ROWS)
     assert [samples[0].info["row"]["id"] if samples else None for samples in out] == [
         None if row["id"] == 3 else row["id"] for row in ROWS
     ]

@@ -43,6 +43,19 @@ def phase(words: str, quiet: bool = False, more: Callable[[], str] = str) -> Ite
 
 
 @contextlib.contextmanager
+def counting(words: str, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A phase that says, while it is long, how many rows are done; yields count(n=1), which adds n to them."""
+    done = 0
+
+    def count(n: int = 1) -> None:
+        nonlocal done
+        done += n
+
+    with phase(words, quiet, lambda: f", {done:,} rows done"):
+        yield count
+
+
+@contextlib.contextmanager
 def reminding(words: str, more: Callable[[], str] = str) -> Iterator[None]:
     """Says again and again for how long something is under way, and what `more` says of it: a program that is silent
     for a minute looks as if it hung."""

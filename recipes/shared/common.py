@@ -388,10 +388,10 @@ async def fleet(
             handover, prepare = own, own.stage
             reached = connect([url], handover=handover)
         else:
-            with terminal.phase(f"starting {serve.count} server{'s' * (serve.count > 1)}"):
+            with progress.phase(f"starting {serve.count} server{'s' * (serve.count > 1)}"):
                 started = await stack.enter_async_context(local.servers(path, serve, log, environs))
             reached = connect(started.urls, restart=started.restart)
-        with terminal.phase(f"waiting for servers: {', '.join(urls)}") if urls else contextlib.nullcontext():
+        with progress.phase(f"waiting for servers: {', '.join(urls)}") if urls else contextlib.nullcontext():
             fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
             server.handover, server.prepare, server.fresh = handover, prepare, not urls

@@ -287,18 +287,17 @@ def fit(
             def evaluate() -> bool:
                 """Logs the metrics of the held-out rows. False = a signal ended it, and nothing was logged."""
                 report: dict = {}
-                seen = 0
-                with said.phase(f"evaluating {len(heldout)} rows", lambda: f", {seen} done"):
-                    while seen < len(heldout):
+                with said.counting(f"evaluating {len(heldout)} rows") as count:
+                    for i in range(0, len(heldout), config.batch):
                         if processes.anyone(stop.asked)[0]:
                             return False
-                        read = packed(heldout, range(seen, min(seen + config.batch, len(heldout))))
+                        read = packed(heldout, range(i, min(i + config.batch, len(heldout))))
                         batch = beside(batches.batch(read, mesh))
-                        scores = learner.scored(own, batch) if own.objective.needs_scores else None
-                        new = loss(own.state.params, prepare(batch, scores), *own.frozen)
+                        seen = learner.scored(own, batch) if own.objective.needs_scores else None
+                        new = loss(own.state.params, prepare(batch, seen), *own.frozen)
                         report = common.merge(report, new) if report else new
                         jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
-                        seen += config.batch
+                        count(min(config.batch, len(heldout) - i))
                 values = {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
                 last.update(values)
                 run.log(kind, done, **values)

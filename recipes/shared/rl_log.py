@@ -70,8 +70,7 @@ class Log:
         self._enlarge(report)
         self.terminal.look(v, report)
         self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
-        accuracy = self.evaluations[max(self.evaluations)].get("accuracy") if self.evaluations else None
-        self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)
+        self._tick(v, tokens=report["tokens"], reward=report["reward"])
         if self._saving.samples_every and (v == 1 or v % self._saving.samples_every == 0):
             describe.show(self._run, self._tokens, v, groups[0])
 
@@ -88,6 +87,8 @@ class Log:
         """
         self.evaluations[v] = evaluation.combined(sets)
         self._run.log("eval", v, **self.evaluations[v], server_version=self._fleet.version)
+        if (accuracy := self.evaluations[v]["accuracy"]) is not None:
+            progress.say(f"grpo version {v}: accuracy {accuracy:.4g} on {self.evaluations[v]['rows']} held-out rows")
         if self._saving.samples_every:
             first = [(group[0], None) for group in groups[:SHOWN] if group]
             describe.show(self._run, self._tokens, v, first, kind="eval")

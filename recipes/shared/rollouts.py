@@ -5,7 +5,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,9 +152,13 @@ def scheduler(
 
 async def evaluate(
     episode: Workflow, generate: Generate, sets: dict[str, Sequence[dict]], *, samples: int, max_concurrent: int,
-    seed: int | None,
+    seed: int | None, on_group: Callable[[], None],
 ) -> tuple[dict[str, dict], list[list[Sample]]]:  # fmt: skip
-    """({name: `evaluation.summary`} of held-out sets, groups), `samples` episodes of each row, which are a group."""
+    """({name: `evaluation.summary`} of held-out sets, groups), `samples` episodes of each row, which are a group.
+
+    Args:
+      on_group: called when a group is done.
+    """
     with events.context(of="evaluation"):
         groups = await executor.rollouts(
             episode,
@@ -163,6 +167,7 @@ async def evaluate(
             group_size=samples,
             max_concurrent=max_concurrent,
             seed=seed,
+            on_group=on_group,
         )
     left = iter(groups)
     made = {name: evaluation.summary(list(itertools.islice(left, len(own))), samples) for name, own in sets.items()}

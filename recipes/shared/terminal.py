@@ -10,9 +10,9 @@ from areax.adapters.runtime import compile_time, malloc
 from areax.adapters.tracking import diagnosis, progress, run_dir
 
 
-def phase(words: str, more: Callable[[], str] = str) -> contextlib.AbstractContextManager[None]:
-    """As `progress.phase`; nothing in processes other than the first."""
-    return progress.phase(words, quiet=jax.process_index() > 0, more=more)
+def phase(words: str) -> contextlib.AbstractContextManager[None]:
+    """Says that a phase begins and how long it took; nothing in processes other than the first."""
+    return progress.phase(words, quiet=jax.process_index() > 0)
 
 
 def loading(path: str, more: str = "") -> contextlib.AbstractContextManager[None]:
@@ -33,9 +33,9 @@ class Terminal:
         self._watch, self._first = diagnosis.Watch(), True
         self._waiting = contextlib.ExitStack()
 
-    def phase(self, words: str, more: Callable[[], str] = str) -> contextlib.AbstractContextManager[None]:
-        """As `phase`, for a part of the run; `more` as in `progress.phase`."""
-        return phase(f"{self.kind} {words}", more)
+    def counting(self, words: str) -> contextlib.AbstractContextManager[Callable[..., None]]:
+        """As `progress.counting`, for a part of the run; nothing in processes other than the first."""
+        return progress.counting(f"{self.kind} {words}", quiet=jax.process_index() > 0)
 
     @contextlib.contextmanager
     def waiting(self, words: str, more: Callable[[], str]) -> Iterator[None]:

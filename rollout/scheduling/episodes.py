@@ -30,11 +30,12 @@ async def rollouts(
     group_size: int = 1,
     max_concurrent: int = 256,
     seed: int | None = None,
+    on_group: Callable[[], None] = lambda: None,
 ) -> list[list[Sample]]:
     """Samples a group for every row, once and in order, without scheduling; for evaluation.
 
     Rejected episodes are missing from their row's list. At most `max_concurrent` rows run at a time. With a `seed`
-    (needs servers that honour it) the same policy gives the same samples.
+    (needs servers that honour it) the same policy gives the same samples. `on_group` is called when a group is done.
     Raises the first error; a ServerError once an episode has failed ATTEMPTS times.
     """
     limit, failed = asyncio.Semaphore(max_concurrent), False
@@ -42,7 +43,9 @@ async def rollouts(
     async def one(prompt: int, row: Mapping[str, Any]) -> list[Sample]:
         nonlocal failed
         try:
-            return await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed)
+            made = await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed)
+            on_group()
+            return made
         except BaseException:
             failed = True
             raise
