@@ -14,13 +14,14 @@ converted instead, and written as GGUF at the end.
 import dataclasses
 import itertools
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from areax import models
-from areax.adapters import tokenizer
+from areax.adapters import hf, tokenizer
 from areax.adapters.command_line import options
 from areax.adapters.commands import convert
 from areax.adapters.report import build
@@ -28,7 +29,7 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo, sft
-from areax.recipes.shared import demo_vision, notebook
+from areax.recipes.shared import common, demo_vision, notebook
 from areax.recipes.shared.rl_options import Evaluation, Rollout, Serving, Training
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic, digits, shapes
@@ -52,6 +53,7 @@ CONTROLS = {  # accuracy that each must stay below
 }
 OF_SFT = "sft_steps", "sft_lr", "error_rate"
 STARTED = "demo.json"  # what `out` is the demo of
+STAGES = "base", "sft", "grpo"  # folders in it
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Config:
             ("eta", self.eta >= 0, "at least 0"),
             ("sft_steps", self.sft_steps >= 0, "at least 0"),
             ("rl_steps", self.rl_steps >= 0, "at least 0"),
+            ("sft_lr", self.sft_lr >= 0, "at least 0"),
+            ("rl_lr", self.rl_lr >= 0, "at least 0"),
             ("error_rate", 0 <= self.error_rate <= 1, "from 0 to 1"),
         ):
             if not holds:
@@ -122,6 +126,7 @@ def main(config: Config) -> int:
     sft_steps, rl_steps = (given or usual for given, usual in steps)
     config = dataclasses.replace(config, sft_steps=sft_steps, rl_steps=rl_steps)
     out = Path(config.out)
+    common.check_directory("--out", config.out)
     out.mkdir(parents=True, exist_ok=True)
     refuse_another(config, out)
     heldout = write_data(config, out)
@@ -203,10 +208,15 @@ def controls(config: Config, out: Path) -> int:
 
 
 def refuse_another(config: Config, out: Path) -> None:
-    """Raises ValueError if the directory has the demo of another task or model, whose files would be overwritten."""
-    file, own = out / STARTED, {"task": config.task, "model": config.model}
-    if file.is_file() and (other := json.loads(file.read_text())) != own:
-        raise ValueError(f"--out {out}: has the demo of {other}, not of {own}; name another directory")
+    """Raises ValueError if the directory has another demo, or what is none, whose files would be overwritten."""
+    model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
+    file, own = out / STARTED, {"task": config.task, "model": model, "seed": config.seed, "split": config.split}
+    if file.is_file():
+        other = hf.read_json(file)
+        if other != own and any((out / made).exists() for made in STAGES):
+            raise ValueError(f"--out {out}: has the demo of {other}, not of {own}; name another directory")
+    elif strange := [name for name in (run_dir.CONFIG, run_dir.METRICS, *STAGES) if (out / name).exists()]:
+        raise ValueError(f"--out {out}: has {strange[0]}, which is of no demo; name another directory")
     run_dir.write_json(file, own)
 
 
@@ -271,8 +281,7 @@ def write_data(config: Config, out: Path, model: dict = MODEL) -> int:
     tokens = tokenizer.character("0123456789+")
     tokenizer.save(tokens, out / "base")
     source = {**model, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
-    hf = models.config_to_hf(models.config_from_hf(source))
-    run_dir.write_json(out / "base" / "config.json", hf)
+    run_dir.write_json(out / "base" / "config.json", models.config_to_hf(models.config_from_hf(source)))
     return len(splits[config.rows])
 
 

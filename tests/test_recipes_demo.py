@@ -44,14 +44,29 @@ def test_a_directory_has_the_demo_of_one_task(tmp_path):
     own = demo.Config(out=str(tmp_path))
     demo.refuse_another(own, tmp_path)
     demo.refuse_another(own, tmp_path)
+    (tmp_path / "base").mkdir()
     left = [*tmp_path.iterdir()]
-    for other in (
-        demo.Config(task="shapes", out=str(tmp_path)),
-        demo.Config(task="chat", model="m", out=str(tmp_path)),
-    ):
+    for other in ({"task": "shapes"}, {"task": "chat", "model": "m"}, {"split": 3}, {"seed": 1}):
         with pytest.raises(ValueError, match="has the demo of {'task': 'sums', .* name another directory"):
-            demo.main(other)
+            demo.main(demo.Config(out=str(tmp_path), **other))
     assert [*tmp_path.iterdir()] == left
+    (tmp_path / demo.STARTED).write_text("{")
+    with pytest.raises(ValueError, match="demo.json: damaged or half-written JSON"):
+        demo.main(own)
+
+
+def test_a_model_that_is_not_there_leaves_a_directory_to_others(tmp_path):
+    with pytest.raises(ValueError, match="nowhere.gguf"):
+        demo.main(demo.Config(task="chat", model="nowhere.gguf", out=str(tmp_path)))
+    demo.refuse_another(demo.Config(task="chat", model="m", out=str(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "sft"])
+def test_the_files_of_another_run_are_not_overwritten(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"has {name}, which is of no demo; name another directory"):
+        demo.main(demo.Config(out=str(tmp_path)))
+    assert [*tmp_path.iterdir()] == [tmp_path / name]
 
 
 def test_options_are_of_the_task_that_uses_them():
@@ -61,6 +76,8 @@ def test_options_are_of_the_task_that_uses_them():
         demo.Config(model="x")
     with pytest.raises(ValueError, match="--error-rate is for SFT, which --task chat does not need; leave it out"):
         demo.Config(task="chat", model="x", error_rate=0.5)
+    with pytest.raises(ValueError, match="--rl-lr must be at least 0, got -1"):
+        demo.Config(rl_lr=-1.0)
 
 
 @pytest.mark.slow

@@ -100,7 +100,8 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
     out = Path(config.out)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        run = enter(run_dir.open_run(out, keep={"grpo": start, "eval": start}))
+        evaluated = start - bool(config.evaluation.heldout)  # version `start` is evaluated again
+        run = enter(run_dir.open_run(out, keep={"grpo": start, "eval": evaluated}))
         enter(events.writing(out / chrome_trace.JOURNAL))
         tick = enter(progress.steps("grpo", max(config.steps, start), start=start, now=compile_time.clock))
         yield Log(run, tick, tokens, saving)
