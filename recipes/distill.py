@@ -35,10 +35,10 @@ class Config(offline_options.Options):
     """Distillation.
 
     Attributes:
-      model: Hugging Face directory of the student: weights, config.json and tokenizer.
+      model: the student's directory, GGUF file or hub name: weights, config.json and tokenizer.
       data: rows with prompt and completion: "prompt" (or "messages") and "completion"; a JSONL or Parquet file, a
         folder, or a data set on the hub.
-      teacher: Hugging Face directory of a local teacher; it must have the student's tokenizer.
+      teacher: a local one's directory, GGUF file or hub name; it must have the student's tokenizer.
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
         "teacher"; servers of one name share the load. They need `objective.top_k`. Their key is in AREAX_TEACHER_KEY.
       objective: the divergence, its temperature and top-k, and the weight of an SFT term.

@@ -32,7 +32,7 @@ class Config:
     """Evaluates a checkpoint on rows, with a reward.
 
     Attributes:
-      model: Hugging Face directory, or a model on the hub, `owner/name`; with `servers` only the tokenizer is read.
+      model: Hugging Face directory, GGUF file or hub name, `owner/name`; with `servers` only the tokenizer is read.
       data: rows with "prompt" or "messages", any "images", and what the reward needs: a file, a folder, or a data set
         on the hub.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record

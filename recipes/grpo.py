@@ -65,7 +65,7 @@ class Config:
     """Asynchronous reinforcement learning; the objective is GRPO unless another is chosen.
 
     Attributes:
-      model: Hugging Face directory or hub name: weights, config.json and tokenizer.
+      model: Hugging Face directory, GGUF file or hub name: weights, config.json and tokenizer.
       data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub; or NAME=ROWS:WEIGHT,NAME=...
       reward: `module:function` or `file.py:function`: called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,

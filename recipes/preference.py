@@ -34,7 +34,8 @@ class Config(offline_options.Options):
     """Preference learning: DPO, IPO, SimPO, ORPO, KTO, reward models.
 
     Attributes:
-      model: Hugging Face directory or hub name: weights, config.json and tokenizer; also the reference model, if any.
+      model: Hugging Face directory, GGUF file or hub name: weights, config.json and tokenizer; also the reference
+        model, if any.
       data: rows with "prompt" (or "messages"), "chosen" and "rejected"; for KTO with "completion" and a boolean
         "label". A JSONL or Parquet file, a folder, or a data set on the hub.
       out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and the

@@ -29,8 +29,8 @@ class Config(offline_options.Options):
     """Process reward models.
 
     Attributes:
-      model: Hugging Face directory or hub name: weights, config.json and tokenizer; a score head with other labels is
-        refused.
+      model: Hugging Face directory, GGUF file or hub name: weights, config.json and tokenizer; a score head with other
+        labels is refused.
       data: rows of a prompt, its steps and their labels: "prompt" (or "messages"), "completions", a list of texts, and
         "labels", one for each: true or false, a number, or null for a step without one. A JSONL or Parquet file, a
         folder, or a data set on the hub.

@@ -123,7 +123,8 @@ CONDITIONS = (
     Condition(
         "never_ends", (("truncated", "is", 1),), "no completion ended before the length limit",
         "the model writes no token that ends a turn: a base model learns the chat template's from areax train sft; "
-        "else raise --sampling.max-new-tokens or --length, and read samples.jsonl", ("unstopped",),
+        "else raise --sampling.max-new-tokens or --length, and read samples.jsonl (of areax eval: answers.jsonl)",
+        ("unstopped",),
     ),
     Condition(
         "truncated", (_unhealthy("truncated"),), "most completions end at the length limit",

@@ -23,7 +23,7 @@ class Options:
     """Options of training on given rows. A Config may override a field's default and its help text.
 
     Attributes:
-      model: Hugging Face directory or hub name: weights, config.json and tokenizer.
+      model: Hugging Face directory, GGUF file or hub name: weights, config.json and tokenizer.
       data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub; or NAME=ROWS:WEIGHT,NAME=...
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
