@@ -41,7 +41,11 @@ def load(path: str | Path) -> Any:
     folder = Path(path)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
-            raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}; it needs {FILES[0]}")
+            adapters = (folder / "adapter_config.json").is_file()
+            what = (
+                f"; merge its adapters: areax convert {path} MERGED --merge" if adapters else f"; it needs {FILES[0]}"
+            )
+            raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}{what}")
         for file in (*folder.glob("tokenizer*.json"), *folder.glob("config.json")):
             try:
                 if not isinstance(json.loads(file.read_bytes()), dict):

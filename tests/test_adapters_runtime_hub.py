@@ -61,6 +61,15 @@ def test_a_path_is_itself(tmp_path, cache, monkeypatch):
         assert hub.folder(path) == os.fspath(path).replace("~", str(tmp_path))
 
 
+def test_the_folder_of_a_run_is_refused_with_that_of_its_model(tmp_path):
+    """As its own config.json has options, all a command could say was that they name no family."""
+    (tmp_path / "state").mkdir()
+    assert hub.folder(tmp_path) == str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"{tmp_path}: .*got the folder of a run; name its model, {tmp_path}/model,"):
+        hub.folder(tmp_path)
+
+
 def test_what_cannot_be_a_path_is_one_line(capsys, tmp_path):
     rows = tiny.rows(tmp_path / "rows.jsonl", [ROW] * 4)
     for name in ("~nosuchuser/tiny", "owner/" + "x" * 300):

@@ -167,7 +167,10 @@ def test_a_missing_tokenizer_is_refused(path, message):
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer in the folder"):
+    with pytest.raises(ValueError, match="no tokenizer in the folder .*; it needs tokenizer.json"):
+        tokenizers.load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no tokenizer in the folder .*; merge its adapters: areax convert"):
         tokenizers.load(tmp_path)
     tokenizers.save(SUMS, tmp_path)
     file = tmp_path / "tokenizer.json"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import xxhash
 
+from ..tracking import run_dir
 from .atomic_dir import replacing
 
 SECONDS = 5.0
@@ -41,13 +42,18 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
       needs: files of which it must have one.
 
     Raises:
-      ValueError: there is no such model, it has no weights in safetensors, or the hub does not answer; or as
-        `gguf.unpack`.
+      ValueError: there is no such model, it is a run's folder, it has no weights in safetensors, or the hub does not
+        answer; or as `gguf.unpack`.
     """
     text = os.path.expanduser(name)  # of `Path` it raises RuntimeError without such a user
     if is_gguf(text):
         return _unpacked(Path(text).resolve())
     if isinstance(name, Path) or os.path.exists(text) or not NAME.fullmatch(text) or text[0] == ".":
+        if run := run_dir.folder(text):
+            raise ValueError(
+                f"{text}: a checkpoint is needed, got the folder of a run; name its model, {run / 'model'}, or make one "
+                f"of a saved step: areax convert {run} DST"
+            )
         return text
     name = os.fspath(name)
     import huggingface_hub
