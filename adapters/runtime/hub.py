@@ -51,8 +51,8 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
     if isinstance(name, Path) or os.path.exists(text) or not NAME.fullmatch(text) or text[0] == ".":
         if run := run_dir.folder(text):
             raise ValueError(
-                f"{text}: a checkpoint is needed, got the folder of a run; name its model, {run / 'model'}, or make one "
-                f"of a saved step: areax convert {run} DST"
+                f"{text}: a checkpoint is needed, got the folder of a run; name its model, {run / 'model'}, or make "
+                f"one of a saved step: areax convert {run} DST"
             )
         return text
     name = os.fspath(name)
