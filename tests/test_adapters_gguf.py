@@ -7,6 +7,7 @@ import resource
 import signal
 import struct
 import sys
+import types
 from pathlib import Path
 
 import gguf as library
@@ -367,6 +368,32 @@ def test_families_tokenizers_and_options_that_do_not_fit_are_refused(tmp_path):
         tokenizer_metadata.metadata(byte_level(), 256, [])
     with pytest.raises(ValueError, match="needs a tokenizer with merges"):
         tokenizer_metadata.metadata(tokenizer.byte_level(), 320, [])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda made: made["model"].update(dropout=0.1), "has no dropout, got 0.1"),
+        (lambda made: made["model"].update(end_of_word_suffix="</w>"), "has no end_of_word_suffix"),
+        (lambda made: made["added_tokens"][0].update(single_word=True), "or are whole words alone"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_does_not_have_are_refused(change, message):
+    tokens = byte_level()
+    made = json.loads(tokens.backend_tokenizer.to_str())
+    change(made)
+    fake = types.SimpleNamespace(backend_tokenizer=types.SimpleNamespace(to_str=lambda: json.dumps(made)))
+    with pytest.raises(ValueError, match=message):
+        tokenizer_metadata.metadata(fake, 320, [])
+
+
+def test_ends_and_names_of_templates_that_are_not_read_again_are_refused():
+    tokens = byte_level()
+    with pytest.raises(ValueError, match="ends of a text must be below 320, the model's tokens, got 1000000"):
+        tokenizer_metadata.metadata(tokens, 320, [256, 10**6])
+    tokens.chat_template = {"default": "a", "to ol": "b"}
+    with pytest.raises(ValueError, match="a chat template must have a plain name, got 'to ol'"):
+        tokenizer_metadata.metadata(tokens, 320, [])
 
 
 def test_of_a_wrapper_the_text_model_is_written(tmp_path, capsys):

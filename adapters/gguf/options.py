@@ -205,7 +205,8 @@ def _llama3(file: File, divisors: np.ndarray, theta: float, head_dim: int) -> di
         theta, "llama3", scaling["factor"], LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"],
         original_context=int(LLAMA3[ORIGINAL]),
     )  # fmt: skip
-    wanted = rotary.frequencies(rotary.Rope(theta), head_dim) / rotary.frequencies(rope, head_dim)
+    with np.errstate(all="ignore"):  # of a damaged base, which is refused below
+        wanted = rotary.frequencies(rotary.Rope(theta), head_dim) / rotary.frequencies(rope, head_dim)
     if divisors.shape != wanted.shape or not np.allclose(divisors, wanted, rtol=1e-4):
         raise ValueError(
             f"{file.path}: {FREQUENCIES}.weight must be that of Llama 3.1 and later, with {LLAMA3}, got "

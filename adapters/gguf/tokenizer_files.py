@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +27,6 @@ from .vocabulary import (
 
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 ENDS = ("eos", "eot", "eom")
-TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def files(file: File, vocab: int) -> dict[str, Any]:
@@ -75,8 +73,7 @@ def files(file: File, vocab: int) -> dict[str, Any]:
     for key in file.metadata:
         if key.startswith(f"{TEMPLATE}."):
             name = key.removeprefix(f"{TEMPLATE}.")
-            if not TEMPLATE_NAME.fullmatch(name):
-                raise ValueError(f"{file.path}: a chat template must have a plain name, got {name!r:.80}")
+            vocabulary.check_template_name(name, str(file.path))
             out[f"additional_chat_templates/{name}.jinja"] = file.get(key, str)
     return out
 

@@ -27,6 +27,7 @@ from .vocabulary import (
 
 NAMES = {"eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 FURTHER_ENDS = ("eot", "eom")  # beside the end of text
+CHANGES = "dropout", "continuing_subword_prefix", "end_of_word_suffix"  # of tokenizer.json's model
 LOW = -1000.0  # score of what is not merged
 
 
@@ -48,6 +49,8 @@ def metadata(tokenizer: Any, vocab: int, ends: Sequence[int]) -> tuple[dict[str,
     model = made["model"]
     if model["type"] != "BPE":
         raise ValueError(f"convert: --gguf writes tokenizers of the kind BPE, got {model['type']}; leave --gguf out")
+    if changes := [name for name in CHANGES if model.get(name)]:
+        raise ValueError(f"convert: llama.cpp has no {changes[0]}, got {model[changes[0]]!r:.80}; leave --gguf out")
     ids = dict(model["vocab"]) | {one["content"]: one["id"] for one in made["added_tokens"]}
     if len(ids) != len({*ids.values()}) or max(ids.values()) >= vocab:
         raise ValueError(
@@ -57,8 +60,11 @@ def metadata(tokenizer: Any, vocab: int, ends: Sequence[int]) -> tuple[dict[str,
     for text, id in ids.items():
         tokens[id], types[id] = text, NORMAL
     for one in made["added_tokens"]:
-        if one["lstrip"] or one["rstrip"]:
-            raise ValueError(f"convert: llama.cpp has no tokens that take spaces with them, as {one['content']!r} does")
+        if one["lstrip"] or one["rstrip"] or one["single_word"]:
+            raise ValueError(
+                f"convert: llama.cpp has no tokens that take spaces with them or are whole words alone, as "
+                f"{one['content']!r}; leave --gguf out"
+            )
         types[one["id"]] = CONTROL if one["special"] else USER_DEFINED
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"convert: --gguf needs tokens other than {PADDING.format('N')}")
@@ -66,6 +72,8 @@ def metadata(tokenizer: Any, vocab: int, ends: Sequence[int]) -> tuple[dict[str,
     byte_level = any(part["type"] == "ByteLevel" for part in splits)
     kind, warnings = _bpe(made, splits) if byte_level else _sentencepiece(made, splits, ids, tokens, types)
     out: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": types} | kind
+    if beyond := [id for id in ends if id >= vocab]:
+        raise ValueError(f"convert: ends of a text must be below {vocab}, the model's tokens, got {beyond[0]}")
     return out | _special(tokenizer, ends) | _templates(tokenizer), warnings
 
 
@@ -176,6 +184,8 @@ def _templates(tokenizer: Any) -> dict[str, Any]:
     if not template:
         return {}
     named = template if isinstance(template, dict) else {"default": template}
+    for name in named:
+        vocabulary.check_template_name(name, "convert")
     out = {f"{TEMPLATE}.{name}": text for name, text in named.items() if name != "default"}
     out |= {f"{TEMPLATE}s": sorted(named)} if len(named) > 1 else {}
     return out | ({TEMPLATE: named["default"]} if "default" in named else {})

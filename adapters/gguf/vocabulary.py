@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -10,6 +11,7 @@ KEY = "tokenizer.ggml."
 BPE, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
 PADDING = "[PAD{}]"  # an id of the model without a token
 TEMPLATE = "tokenizer.chat_template"
+TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,6 +64,12 @@ def merges_of(tokens: dict[str, int], scores: list[float]) -> list[tuple[str, st
                 found.append((-scores[id], tokens[left], tokens[right], left, right))
     found.sort(key=lambda one: one[:3])
     return [(left, right) for *_, left, right in found]
+
+
+def check_template_name(name: str, where: str) -> None:
+    """Raises ValueError unless a chat template's name can be a file's."""
+    if not TEMPLATE_NAME.fullmatch(name):
+        raise ValueError(f"{where}: a chat template must have a plain name, got {name!r:.80}")
 
 
 def flat(node: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
