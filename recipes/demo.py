@@ -25,6 +25,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.command_line import options
 from areax.adapters.commands import convert
 from areax.adapters.report import build
+from areax.adapters.runtime import hub
 from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
@@ -211,6 +212,7 @@ def refuse_another(config: Config, out: Path) -> None:
     """Raises ValueError if the directory has another demo, or what is none, whose files would be overwritten."""
     model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
     file, own = out / STARTED, {"task": config.task, "model": model, "seed": config.seed, "split": config.split}
+    own |= {"content": hub.content(model)} if hub.is_gguf(model) else {}
     if file.is_file():
         other = hf.read_json(file)
         if other != own and any((out / made).exists() for made in STAGES):

@@ -471,6 +471,16 @@ def test_files_are_known_by_their_content(small, tmp_path, monkeypatch):
     np.testing.assert_array_equal(after, 2 * before)
 
 
+def test_a_folder_that_lost_files_is_unpacked_again(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    weights = Path(hub.folder(small[1])) / "model.safetensors"
+    whole = weights.read_bytes()
+    for damage in (weights.unlink, lambda: os.truncate(weights, 1000)):
+        damage()
+        hub.folder(small[1])
+        assert weights.read_bytes() == whole
+
+
 def test_a_file_is_a_model_everywhere(small, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data, _ = small

@@ -55,6 +55,23 @@ def test_a_directory_has_the_demo_of_one_task(tmp_path):
         demo.main(own)
 
 
+def test_a_directory_has_the_demo_of_one_file(tmp_path):
+    """Replaced by another of the same name, it is another model."""
+    (source := tmp_path / "x.gguf").write_bytes(b"GGUF a")
+    config, out = demo.Config(task="chat", model=str(source), out=str(tmp_path / "out")), tmp_path / "out"
+    (out / "base").mkdir(parents=True)
+    run_dir.write_json(out / demo.STARTED, {})
+    with pytest.raises(ValueError, match="has the demo of {}"):
+        demo.refuse_another(config, out)
+    (out / "base").rmdir()
+    demo.refuse_another(config, out)
+    (out / "base").mkdir()
+    demo.refuse_another(config, out)
+    source.write_bytes(b"GGUF bb")
+    with pytest.raises(ValueError, match="has the demo of .*name another directory"):
+        demo.refuse_another(config, out)
+
+
 def test_a_model_that_is_not_there_leaves_a_directory_to_others(tmp_path):
     with pytest.raises(ValueError, match="nowhere.gguf"):
         demo.main(demo.Config(task="chat", model="nowhere.gguf", out=str(tmp_path)))

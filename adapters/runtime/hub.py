@@ -25,7 +25,7 @@ SECONDS = 5.0
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # configs and tokenizers
 GGUF, MAGIC = ".gguf", b"GGUF"
-SOURCE = "gguf.txt"  # in an unpacked folder: the path and the content of the file, and of the code that unpacked it
+SOURCE = "gguf.txt"  # in an unpacked folder: path and content of the GGUF file, the code, and the sizes of files
 PART = 1 << 22  # bytes that are hashed at a time
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -97,9 +97,15 @@ def is_gguf(path: str | os.PathLike) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def content(path: str | os.PathLike) -> str:
+    """xxh3-128 of a file's bytes, in hex."""
+    path, found = Path(path), os.stat(path)
+    return _content(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
 @functools.lru_cache(maxsize=64)
 def _content(path: Path, size: int, *times: int) -> str:
-    """xxh3-128 of a file's bytes, in hex; `size` and `times` say in one process that they are still the same."""
+    """`content`; `size` and `times` say in one process that it is still the same."""
     state = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while part := file.read(PART):
@@ -108,7 +114,7 @@ def _content(path: Path, size: int, *times: int) -> str:
 
 
 def _unpacked(file: Path) -> str:
-    """The folder that a GGUF file is unpacked in."""
+    """The folder that a GGUF file is unpacked in; again if its content or the code has changed, or files are gone."""
     from .. import gguf
 
     key = hashlib.sha256(os.fspath(file).encode()).hexdigest()[:16]
@@ -118,16 +124,20 @@ def _unpacked(file: Path) -> str:
         raise ValueError(f"{file}: needs a cache folder to be unpacked in; set XDG_CACHE_HOME, or convert it") from None
     target = caches / f"{file.stem}-{key}"
     with _alone(target):
-        found = file.stat()
-        code = [_content(one, 0) for one in sorted(Path(gguf.__file__).parent.glob("*.py"))]
-        stamp = " ".join([str(file), _content(file, found.st_size, found.st_mtime_ns, found.st_ctime_ns), *code])
-        if not (target / SOURCE).is_file() or (target / SOURCE).read_text() != stamp:
+        code = [content(one) for one in sorted(Path(gguf.__file__).parent.glob("*.py"))]
+        origin = " ".join([str(file), content(file), *code])
+        if not (target / SOURCE).is_file() or (target / SOURCE).read_text() != _stamp(origin, target):
             for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):  # by a process that was killed
                 shutil.rmtree(left)
             with replacing(target, lambda path: True) as directory:
                 gguf.unpack(file, directory)
-                (directory / SOURCE).write_text(stamp)
+                (directory / SOURCE).write_text(_stamp(origin, directory))
     return os.fspath(target)
+
+
+def _stamp(origin: str, directory: Path) -> str:
+    files = sorted(one for one in directory.rglob("*") if one.is_file() and one.name != SOURCE)
+    return "\n".join([origin, *(f"{one.relative_to(directory)} {one.stat().st_size}" for one in files)])
 
 
 @contextlib.contextmanager
