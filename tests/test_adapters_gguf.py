@@ -30,7 +30,7 @@ from tokenizers import normalizers
 
 from areax import models
 from areax.adapters import cli, gguf, hf, safetensors, tokenizer
-from areax.adapters.commands import check, convert
+from areax.adapters.commands import check, convert, inspect
 from areax.adapters.gguf import container, tokenizer_files, tokenizer_metadata, vocabulary, writing
 from areax.adapters.runtime import hub
 
@@ -488,6 +488,8 @@ def test_a_file_is_a_model_everywhere(small, tmp_path, monkeypatch):
     folder = Path(hub.folder(tmp_path / "x.gguf", weights=True))
     assert folder.parent == tmp_path / "areax" / "gguf"
     assert check.check(tmp_path / "x.gguf")["ok"]
+    seen = inspect.inspect(tmp_path / "x.gguf")
+    assert (seen["path"], seen["quantised"], seen["serve"]) == (str(tmp_path / "x.gguf"), "Q8_0", "yes")
     assert tokenizer.load(tmp_path / "x.gguf").encode("the") == byte_level().encode("the")
     config, params = hf.load(folder)
     assert config.family == "qwen3" and str(params["embed"].dtype) == "float32"

@@ -20,7 +20,7 @@ from ...models import lora
 from ...models.layers import score_head
 from ...parallel import mesh, rules
 from ...rollout.servers.engine_mesh import EngineMesh
-from .. import hf, orbax, peft, safetensors, tokenizer
+from .. import gguf, hf, orbax, peft, safetensors, tokenizer
 from ..command_line.printable import printable
 from ..data import images
 from ..runtime import hub
@@ -34,7 +34,7 @@ def inspect(path: str | os.PathLike, tensors: bool = False) -> dict:
     """Describes a checkpoint, a published version, a folder of adapters, or a run, without reading weights.
 
     Args:
-      path: a directory, or a model on the hub.
+      path: a directory, a model on the hub, or a GGUF file, whose tensors are those that areax makes of them.
       tensors: lists every tensor by name; else those of all layers and experts that are alike once.
 
     Returns:
@@ -51,7 +51,10 @@ def inspect(path: str | os.PathLike, tensors: bool = False) -> dict:
         return _run(run)
     if (Path(path) / peft.CONFIG).is_file():
         return _adapters(Path(path), tensors)
-    return _checkpoint(Path(hub.folder(path, weights=True)), tensors)
+    report = _checkpoint(Path(hub.folder(path, weights=True)), tensors)
+    if hub.is_gguf(path):
+        report |= {"path": os.fspath(path), "quantised": ", ".join(gguf.quantised(gguf.opened(path)[2])) or "no"}
+    return report
 
 
 def _checkpoint(path: Path, listed: bool) -> dict:
