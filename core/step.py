@@ -78,7 +78,7 @@ def make_step(
         return state, report | moved
 
     out = None if shardings is None else (shardings, shardings.step)
-    return jax.jit(step, donate_argnums=0, out_shardings=out)
+    return _compiled(step, donate_argnums=0, out_shardings=out)
 
 
 def whole_gradient(score: Callable, objective, sums: Any = None) -> Callable:
@@ -132,7 +132,7 @@ def make_accumulate(score: Callable, objective, shardings: State | None = None) 
         return Gradient(total.params, gradient.loss + total.loss), report
 
     out = None if shardings is None else (Gradient(shardings.params, shardings.step), shardings.step)
-    return jax.jit(accumulate, donate_argnums=1, out_shardings=out)
+    return _compiled(accumulate, donate_argnums=1, out_shardings=out)
 
 
 def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardings: State | None = None) -> Callable:
@@ -152,7 +152,15 @@ def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardin
         return _update(optimizer(hyper), state, gradient, shardings)
 
     out = None if shardings is None else (shardings, shardings.step)
-    return jax.jit(apply, donate_argnums=0, out_shardings=out)
+    return _compiled(apply, donate_argnums=0, out_shardings=out)
+
+
+def _compiled(f: Callable, **options) -> Callable:
+    """`jax.jit`; on a CPU in an order that needs little memory: XLA's own there is for operations that run at once, which
+    computes the updates of all weights side by side."""
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return jax.jit(f, **options)
 
 
 def _loss(score: Callable, objective) -> Callable:

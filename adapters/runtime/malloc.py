@@ -7,7 +7,10 @@ import jax
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 MOST = 2**31 - 1
-COMPILED, LONG_S = "/jax/core/compile/backend_compile_duration", 1.0  # JAX's event, and what leaves much memory behind
+LONG_S = {  # JAX's events around compiling, by the seconds of those of large programs
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": 0.1,  # compiling begins
+    "/jax/core/compile/backend_compile_duration": 1.0,
+}
 
 
 @functools.cache
@@ -21,7 +24,7 @@ def keep_memory() -> None:
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     libc = ctypes.CDLL(None)
-    jax.monitoring.register_event_duration_secs_listener(_after_compiling)
+    jax.monitoring.register_event_duration_secs_listener(_around_compiling)
     # Setting only MMAP_THRESHOLD would fix TRIM_THRESHOLD at its initial 128 KiB. Older versions allow at most 32 MiB.
     if hasattr(libc, "mallopt") and (libc.mallopt(MMAP_THRESHOLD, MOST) or libc.mallopt(MMAP_THRESHOLD, 1 << 25)):
         libc.mallopt(TRIM_THRESHOLD, MOST)
@@ -29,13 +32,14 @@ def keep_memory() -> None:
 
 
 def return_memory() -> None:
-    """Returns what is free to the system: after compiling, of which hundreds of MB are left, and after the first run of
-    a program, whose memory the next may not fit into again. Has no effect if the C library is not glibc."""
+    """Returns what is free to the system: before compiling, which would not fit into it, after it, as hundreds of MB are
+    left, and after the first run of a program, whose memory the next may not fit into again. Has no effect if the C
+    library is not glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 
-def _after_compiling(event: str, duration_secs: float, **of: str | int) -> None:
-    if event == COMPILED and duration_secs > LONG_S:
+def _around_compiling(event: str, duration_secs: float, **of: str | int) -> None:
+    if duration_secs > LONG_S.get(event, float("inf")):
         return_memory()

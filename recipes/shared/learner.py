@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from areax import models
 from areax.adapters import hf, peft
-from areax.adapters.runtime import hub
+from areax.adapters.runtime import hub, malloc
 from areax.core import optim, param, step
 from areax.core.balance import Balance, adjust, wrap
 from areax.models import lora, remat, vision
@@ -189,6 +189,7 @@ def export(own: Learner, out, *, tokenizer, base: str):
     Returns:
       The model's path.
     """
+    malloc.return_memory()  # of the step, for copies of the weights
     with terminal.phase(f"writing {out / 'model'}"):
         return _export(own, out, tokenizer, base)
 
