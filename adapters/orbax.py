@@ -25,6 +25,7 @@ from ..core.step import State
 from ..parallel import offload
 from ..parallel.multihost import agreement
 from . import hf, safetensors
+from .runtime import malloc
 from .runtime.atomic_dir import sync_tree
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Store:
         import orbax.checkpoint as ocp
 
         self.wait()
+        malloc.return_memory()  # of a step, for copies
         if self.latest is not None and version <= self.latest:
             raise RuntimeError(f"{self.path}: version {version} was not saved; {self.latest} already exists")
         tree = _tree(state)

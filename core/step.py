@@ -156,7 +156,7 @@ def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardin
 
 
 def _compiled(f: Callable, **options) -> Callable:
-    """`jax.jit`; on a CPU in an order that needs little memory: XLA's own there is for operations that run at once, which
+    """`jax.jit`; on a CPU in an order that needs little memory: XLA's own there is for operations that run at once, and
     computes the updates of all weights side by side."""
     if jax.default_backend() == "cpu":
         options["compiler_options"] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

@@ -32,9 +32,9 @@ def keep_memory() -> None:
 
 
 def return_memory() -> None:
-    """Returns what is free to the system: before compiling, which would not fit into it, after it, as hundreds of MB are
-    left, and after the first run of a program, whose memory the next may not fit into again. Has no effect if the C
-    library is not glibc."""
+    """Returns what is free to the system: before compiling, which would not fit into it; after it, as hundreds of MB
+    are left; after the first run of a program, and before that of another, whose memory may not fit into that of the
+    last. Has no effect if the C library is not glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

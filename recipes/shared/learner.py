@@ -34,6 +34,7 @@ class Learner:
       score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are, and `step` can be
         lowered.
       needs_scores: whether `prepare` needs scores of the current weights.
+      shape: of the batch of the last step.
     """
 
     settings: Any
@@ -48,6 +49,7 @@ class Learner:
     prepare: Callable
     step: Any
     needs_scores: bool
+    shape: tuple[int, ...] = ()
 
 
 def make(
@@ -165,6 +167,9 @@ def prepared(own: Learner, batch):
 
 def train_step(own: Learner, batch):
     """Takes one optimiser step on a prepared batch [M, B, T], updating the state; returns the metrics."""
+    if own.shape != batch.token_BT.shape:
+        malloc.return_memory()  # of another program, in which what this one needs may not fit
+        own.shape = batch.token_BT.shape
     own.state, report = own.step(own.state, batch, *own.frozen)
     return report
 
@@ -189,7 +194,6 @@ def export(own: Learner, out, *, tokenizer, base: str):
     Returns:
       The model's path.
     """
-    malloc.return_memory()  # of the step, for copies of the weights
     with terminal.phase(f"writing {out / 'model'}"):
         return _export(own, out, tokenizer, base)
 

@@ -279,9 +279,9 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
     for batch in ready * options.epochs:
         new: dict = {}
         if not critic or trainer.version >= options.critic.warmup:
-            policy.state, new = policy.step(policy.state, batch, *policy.frozen)
+            new = learner.train_step(policy, batch)
         if critic:
-            critic.state, of_critic = critic.step(critic.state, critic.prepare(batch), *critic.frozen)
+            of_critic = learner.train_step(critic, critic.prepare(batch))
             new = new | {
                 name if name.startswith(("value", "return", "moment")) else f"critic_{name}": x
                 for name, x in of_critic.items()
