@@ -132,6 +132,15 @@ def test_the_first_step_counts_only_until_there_is_another():
     assert out.getvalue().split() == "grpo 1/5 6:40 left grpo 2/5 0:03 left".split()
 
 
+def test_a_run_of_two_steps_has_the_rate_of_both():
+    """Steps are told one late, and the last one at once after the one before."""
+    out, seconds = io.StringIO(), iter([0.0, 10.0, 10.001])
+    with progress.steps("sft", 2, every=0, console=Console(file=out, width=80), now=lambda: next(seconds)) as tick:
+        tick(1, tokens=100)
+        tick(2, tokens=100)
+    assert out.getvalue().splitlines()[-1].split() == "sft 2/2 20 tokens/s".split()
+
+
 PROGRAM = """
 import sys, time
 from areax.adapters.tracking import progress

@@ -93,7 +93,7 @@ def steps(
     recent = collections.deque([(now(), start, 0)], maxlen=20)
 
     def words(step, tokens, values):
-        if len(recent) == 2 and recent[0][1] == start:
+        if len(recent) == 2 and recent[0][1] == start and step < total:
             recent.popleft()  # the first step, with all that is warmed up in it, counts only until there is another
         recent.append((now(), step, recent[-1][2] + tokens))
         (t0, step0, tokens0), (t1, step1, tokens1) = recent[0], recent[-1]

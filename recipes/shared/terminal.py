@@ -55,7 +55,7 @@ class Terminal:
                 stack.enter_context(compile_time.left_out())
                 self._waiting.close()
                 progress.say(f"{self.kind} compiling the first step ...")
-                stack.enter_context(progress.reminding(f"{self.kind} compiling the first step"))
+                stack.enter_context(progress.reminding(f"{self.kind} compiling and computing the first step"))
             yield
         if (seconds := compile_time.seconds() - before) < progress.SHORT_S:
             return
