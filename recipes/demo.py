@@ -101,8 +101,8 @@ class Config:
             ("eta", self.eta >= 0, "at least 0"),
             ("sft_steps", self.sft_steps >= 0, "at least 0"),
             ("rl_steps", self.rl_steps >= 0, "at least 0"),
-            ("sft_lr", self.sft_lr >= 0, "at least 0"),
-            ("rl_lr", self.rl_lr >= 0, "at least 0"),
+            ("sft_lr", not self.sft_lr < 0, "at least 0"),
+            ("rl_lr", not self.rl_lr < 0, "at least 0"),
             ("error_rate", 0 <= self.error_rate <= 1, "from 0 to 1"),
         ):
             if not holds:

@@ -212,6 +212,9 @@ def test_rows_without_required_fields_are_named(place, objective, fields, words)
 def test_other_bad_input_gives_a_one_line_error(place, tmp_path):
     with pytest.raises(ValueError, match="--batch must be at least 2"):
         config(place, "bad", batch=1, objective=losses.KTO())
+    data = tiny.rows(tmp_path / "rows.jsonl", [{"prompt": "1+", "chosen": "2" * 40, "rejected": "3" * 40}])
+    with pytest.raises(ValueError, match="rows.jsonl:1: both sequences of a pair must fit in --rows 1 of --length 64"):
+        preference.main(config(place, "bad", data=str(data), rows=1))
     with pytest.raises(ValueError, match="a checkpoint must be a directory that exists"):
         reward_model.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="a reward model needs a score head"):

@@ -156,6 +156,12 @@ def read(
         for sample in made:
             rows.check_vocabulary(sample.tokens, vocabulary)
         n = max(len(sample.tokens) for sample in made)
+        pair = sum(len(sample.tokens) for sample in made if sample.pair >= 0)
+        if n <= config.length < pair and config.rows == 1:
+            raise ValueError(
+                f"both sequences of a pair must fit in --rows 1 of --length {config.length} tokens, got {pair}; raise "
+                "--rows"
+            )
         if n <= config.length:
             return None
         if config.too_long == "refuse":
