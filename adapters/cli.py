@@ -163,7 +163,7 @@ def serve(
     from .runtime import blas, compile_cache, hub, malloc
     from .tracking import progress
 
-    malloc.keep_memory()  # new weights then reuse the memory of the old ones
+    malloc.keep_memory()  # steps then reuse each other's memory
     blas.one_thread()
     compile_cache.keep()
     key = keys.read(keys.SERVER) if api_key is None else api_key

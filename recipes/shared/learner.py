@@ -34,7 +34,7 @@ class Learner:
       score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are, and `step` can be
         lowered.
       needs_scores: whether `prepare` needs scores of the current weights.
-      shape: of the batch of the last step.
+      ran: the program that ran last, by its name and the shape of its batch.
     """
 
     settings: Any
@@ -49,7 +49,7 @@ class Learner:
     prepare: Callable
     step: Any
     needs_scores: bool
-    shape: tuple[int, ...] = ()
+    ran: tuple = ()
 
 
 def make(
@@ -156,8 +156,16 @@ def computed(run: models.Run) -> models.Run:
 
 def scored(own: Learner, batch):
     """The scores of a batch [M, B, T] at the current weights."""
+    _room_for(own, "scores", batch)
     # One computation at a time: gloo, which connects processes on the CPU, hangs if many are queued.
     return jax.block_until_ready(own.scores(own.state.params, batch, *own.frozen))
+
+
+def _room_for(own: Learner, name: str, batch) -> None:
+    """Returns the memory of another program that ran before, in which what this one needs may not fit."""
+    if own.ran != (now := (name, batch.token_BT.shape)):
+        malloc.return_memory()
+        own.ran = now
 
 
 def prepared(own: Learner, batch):
@@ -167,9 +175,7 @@ def prepared(own: Learner, batch):
 
 def train_step(own: Learner, batch):
     """Takes one optimiser step on a prepared batch [M, B, T], updating the state; returns the metrics."""
-    if own.shape != batch.token_BT.shape:
-        malloc.return_memory()  # of another program, in which what this one needs may not fit
-        own.shape = batch.token_BT.shape
+    _room_for(own, "step", batch)
     own.state, report = own.step(own.state, batch, *own.frozen)
     return report
 

@@ -13,7 +13,7 @@ import jax
 
 from areax import models
 from areax.adapters import hf, peft
-from areax.adapters.runtime import passed
+from areax.adapters.runtime import malloc, passed
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.recipes.shared import learner
@@ -206,6 +206,7 @@ def dtype(options: Serving, run: models.Run) -> str | None:
 
 def host_copy(policy: Learner, adapters: Lora | None, dtype: str | None):
     """Copies the weights of a version to numpy arrays; all processes must call it."""
+    malloc.return_memory()  # of the last step
     if adapters:
         return peft.host_copy(policy.settings, policy.state.params, adapters)
     return hf.host_copy(policy.written, learner.weights(policy), dtype)

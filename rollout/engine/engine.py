@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from ...adapters.runtime import malloc
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from .adapters import Loaded
@@ -250,6 +251,7 @@ class Engine:
                 self._slots.clear()
 
         self._call(swap, when_idle=True)
+        malloc.return_memory()  # of the old weights, on a CPU
 
     def release(self, what: Iterable[str] = RELEASABLE, *, agreed: Callable[[], Any] = lambda: None) -> None:
         """Frees the device memory of weights, caches or both. Requests may still be submitted; they wait.
