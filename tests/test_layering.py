@@ -32,6 +32,7 @@ ENGINE = MODELS | {
     "adapters.peft",
     "adapters.tokenizer",
     "adapters.data.images",
+    "adapters.runtime.malloc",
 }
 WORKFLOWS = CHAT | FLEET | {"rollout.gateway", "rollout.workflows"}
 ANYTHING = set(TOP)

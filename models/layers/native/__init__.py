@@ -17,6 +17,7 @@ import jax
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "paged", "pages")]
 HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("call", "tiles")]
 CALLS = "areax_blocked", "areax_draw", "areax_paged", "areax_put", "areax_put_pages", "areax_untouched"
+HASH = ".sha256"
 FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
 
@@ -32,23 +33,44 @@ def missing() -> str:
     compiler = shutil.which("cc")
     if compiler is None:
         return "there is no C compiler cc; install gcc or clang for faster decoding"
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    command = [compiler, *FLAGS, native, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-lm", "-o"]
     try:
-        library = _folder() / f"areax-{_machine(command)}.so"
-        if not library.exists():
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # others may compile it, too
-                made = Path(folder) / library.name
-                subprocess.run([*command, str(made)], check=True, capture_output=True, text=True)
-                made.rename(library)
+        library = _compiled(compiler)
         functions = {name: getattr(ctypes.CDLL(str(library)), name) for name in CALLS}
     except subprocess.CalledProcessError as error:
         return f"{compiler} failed: {error.stderr.strip()[:200]}"
     except OSError as error:
-        return f"{error.filename or library}: {error.strerror or error}"
+        return f"{error.filename or compiler}: {error.strerror or error}"
+    except RuntimeError as error:  # there is no home
+        return str(error)
     for name, function in functions.items():
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return ""
+
+
+def _compiled(compiler: str) -> Path:
+    """The library in the user's cache folder, compiled if it is not there as it was."""
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    command = [compiler, *FLAGS, native, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-lm", "-o"]
+    library = _folder() / f"areax-{_machine(command)}.so"
+    if not _whole(library):
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # others may compile it, too
+            made = Path(folder) / library.name
+            subprocess.run([*command, str(made)], check=True, capture_output=True, text=True, errors="replace")
+            ctypes.CDLL(str(made))  # what is no library is not kept
+            made.with_suffix(HASH).write_text(_hash(made.read_bytes()))
+            made.rename(library)
+            made.with_suffix(HASH).rename(library.with_suffix(HASH))
+    return library
+
+
+def _whole(library: Path) -> bool:
+    """Whether the library is what was compiled; a damaged one would end the process."""
+    hashed = library.with_suffix(HASH)
+    return library.exists() and hashed.exists() and hashed.read_text() == _hash(library.read_bytes())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _folder() -> Path:
