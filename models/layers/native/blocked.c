@@ -12,6 +12,7 @@
 #define WIDE (2 * LANES)  // outputs at a time
 #define SLAB 48          // rows whose sums stay in a core's cache
 #define CHUNK 64         // entries whose weights stay there
+#define KEPT (1 << 19)   // bytes of blocks that stay in its second cache
 #define GROUP 64         // entries that are summed by themselves: long sums lose digits
 #define SMALL (1 << 16)  // products that one thread computes sooner than others would come
 #define AHEAD 8192       // bytes that are fetched ahead: without, a core waits for memory
@@ -179,28 +180,29 @@ static inline void slab(
     memcpy(p->y + p->rows[start + i] * p->F + block * N, sum + i * N, room * sizeof(float));
 }
 
-#define BLOCK(KIND, BITS)                                                                 \
-  static void block_##KIND(const Product *p, int64_t block) {                             \
-    static const Multiply narrow[] = ALL(KIND);                                           \
-    for (int64_t i = 0, end; i < p->tile_count; i = end) {                                \
-      const int64_t limit = p->tiles[i].row + SLAB;                                       \
-      for (end = i; end < p->tile_count && p->tiles[end].row + p->tiles[end].size <= limit; end++) {} \
-      slab(p, block, p->tiles + i, end - i, narrow, BITS, wide_##KIND);                   \
-    }                                                                                     \
+#define BLOCKS(KIND, BITS)                                                                          \
+  static void blocks_##KIND(const Product *p, int64_t first, int64_t end) {                         \
+    static const Multiply narrow[] = ALL(KIND);                                                     \
+    for (int64_t i = 0, next; i < p->tile_count; i = next) {                                        \
+      const int64_t limit = p->tiles[i].row + SLAB;                                                 \
+      for (next = i; next < p->tile_count && p->tiles[next].row + p->tiles[next].size <= limit; next++) {} \
+      for (int64_t block = first; block < end; block++)                                             \
+        slab(p, block, p->tiles + i, next - i, narrow, BITS, wide_##KIND);                          \
+    }                                                                                               \
   }
 
-BLOCK(f32, 32) BLOCK(bf16, 16) BLOCK(int8, 8) BLOCK(nf4, 4)
+BLOCKS(f32, 32) BLOCKS(bf16, 16) BLOCKS(int8, 8) BLOCKS(nf4, 4)
 
-// All rows times a block, in bf16.
-static void block_tiles(const Product *p, int64_t block) {
+static void blocks_tiles(const Product *p, int64_t first, int64_t end) {  // in bf16
   float sum[2 * TILE_ROWS * N];
-  const char *w = p->w + block * p->D * N * 2;
-  const int64_t room = p->F - block * N < N ? p->F - block * N : N;
   for (int64_t s = 0; s < p->S; s += 2 * TILE_ROWS) {
     const int64_t rows = p->S - s < 2 * TILE_ROWS ? p->S - s : 2 * TILE_ROWS;
-    multiply_tiles(p->x16 + s * p->D, w, p->D, rows, sum);
-    for (int64_t i = 0; i < rows; i++)
-      memcpy(p->y + p->rows[s + i] * p->F + block * N, sum + i * N, room * sizeof(float));
+    for (int64_t block = first; block < end; block++) {
+      const int64_t room = p->F - block * N < N ? p->F - block * N : N;
+      multiply_tiles(p->x16 + s * p->D, p->w + block * p->D * N * 2, p->D, rows, sum);
+      for (int64_t i = 0; i < rows; i++)
+        memcpy(p->y + p->rows[s + i] * p->F + block * N, sum + i * N, room * sizeof(float));
+    }
   }
 }
 
@@ -239,8 +241,8 @@ static void pack(const void *data, int64_t i) {
 
 typedef struct {
   Product product;
-  void (*block)(const Product *, int64_t);
-  int64_t blocks;
+  void (*multiply)(const Product *, int64_t first, int64_t end);
+  int64_t blocks, together;  // how many, and of how many the weights stay in a core's cache
 } Weight;
 
 typedef struct {
@@ -254,7 +256,12 @@ static void piece(const void *data, int64_t i) {
   int64_t b = task->blocks * i / task->pieces, end = task->blocks * (i + 1) / task->pieces, before = 0;
   if (task->tiles) use_tiles();
   for (const Weight *w = task->weights; b < end; before += w->blocks, w++)
-    for (; b < end && b - before < w->blocks; b++) w->block(&w->product, b - before);
+    while (b < end && b - before < w->blocks) {
+      const int64_t first = b - before, most = end - before < w->blocks ? end - before : w->blocks;
+      const int64_t last = first + w->together < most ? first + w->together : most;
+      w->multiply(&w->product, first, last);
+      b = before + last;
+    }
   if (task->tiles) leave_tiles();
 }
 
@@ -283,13 +290,15 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
     const int64_t F = y->dims[1], size = scale ? D / scale->dims[1] : GROUP;
     const int by_tiles = in_tiles && w->dtype == XLA_FFI_DataType_BF16;
     const float *scales = scale ? scale->data : NULL;
+    const int64_t bits = w->dtype == XLA_FFI_DataType_F32 ? 32 : w->dtype == XLA_FFI_DataType_BF16 ? 16 : 8;
+    const int64_t bytes = D * N * bits / 8;  // of a block, at most
     weights[i] = (Weight){{NULL, NULL, scales, w->data, y->data, rows, tiles, used, D, F, size, tile_count},
-                          by_tiles                            ? block_tiles
-                          : w->dtype == XLA_FFI_DataType_F32  ? block_f32
-                          : w->dtype == XLA_FFI_DataType_BF16 ? block_bf16
-                          : w->dtype == XLA_FFI_DataType_S8   ? block_int8
-                                                              : block_nf4,
-                          w->dims[0]};
+                          by_tiles                            ? blocks_tiles
+                          : w->dtype == XLA_FFI_DataType_F32  ? blocks_f32
+                          : w->dtype == XLA_FFI_DataType_BF16 ? blocks_bf16
+                          : w->dtype == XLA_FFI_DataType_S8   ? blocks_int8
+                                                              : blocks_nf4,
+                          w->dims[0], KEPT / bytes > 1 ? KEPT / bytes : 1};
     task.blocks += w->dims[0], outputs += F, task.tiles |= by_tiles, others |= !by_tiles;
     for (int64_t s = 0; s < S; s++)
       if (!((const uint8_t *)active->data)[s]) memset((float *)y->data + s * F, 0, F * sizeof(float));
