@@ -156,8 +156,8 @@ def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardin
 
 
 def _compiled(f: Callable, **options) -> Callable:
-    """`jax.jit`; on a CPU in an order that needs little memory: XLA's own there is for operations that run at once, and
-    computes the updates of all weights side by side."""
+    """`jax.jit`; on a CPU with XLA's scheduler for little memory. The default there looks for operations that can run
+    at the same time, and so holds the updates of all weights at once."""
     if jax.default_backend() == "cpu":
         options["compiler_options"] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return jax.jit(f, **options)

@@ -15,7 +15,7 @@ def drawn(seed, shape, dtype):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 
 
-@pytest.fixture(params=[jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.fixture(params=[jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def pages(request, compiled):
     return drawn(0, (PAGES, K, H, C), request.param), drawn(1, (PAGES, K, C, V), request.param)
 

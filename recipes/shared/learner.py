@@ -162,7 +162,7 @@ def scored(own: Learner, batch):
 
 
 def _room_for(own: Learner, name: str, batch) -> None:
-    """Returns the memory of another program that ran before, in which what this one needs may not fit."""
+    """Gives the memory of another program that ran last back to the system: this one's may not fit into it."""
     if own.ran != (now := (name, batch.token_BT.shape)):
         malloc.return_memory()
         own.ran = now

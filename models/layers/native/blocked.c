@@ -23,7 +23,7 @@ typedef struct {
 
 typedef struct {
   const float *x;      // of each tile [D, size]
-  const uint16_t *x16; // bf16[rows + zeros, D], for tiles
+  const uint16_t *x16;  // bf16[rows + zeros, D], for tiles
   const float *scale;
   const char *w;
   float *y;

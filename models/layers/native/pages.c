@@ -1,5 +1,5 @@
-// Writing keys and values into pages in place, as calls of XLA on CPUs, which copies all pages, and widens those in bf16,
-// to change some of them.
+// Calls of XLA on CPUs that write keys and values into pages in place. XLA's own scatter copies all pages to change some
+// of them, and widens those in bf16 first.
 
 #include "call.h"
 
@@ -24,13 +24,16 @@ static inline void put(const Tokens *t, int64_t head, const int64_t size) {
 
 static void of_head(const void *data, int64_t head) {
   const Tokens *t = data;
+  if (t->size == 8) put(t, head, 8);
   if (t->size == 4) put(t, head, 4);
   if (t->size == 2) put(t, head, 2);
   if (t->size == 1) put(t, head, 1);
 }
 
-static int64_t bytes_of(const XLA_FFI_Buffer *x) {
-  return x->dtype == XLA_FFI_DataType_F32 ? 4 : x->dtype == XLA_FFI_DataType_BF16 ? 2 : 1;
+static int64_t bytes_of(const XLA_FFI_Buffer *x) {  // of a number
+  if (x->dtype == XLA_FFI_DataType_F64) return 8;
+  if (x->dtype == XLA_FFI_DataType_F32) return 4;
+  return x->dtype == XLA_FFI_DataType_BF16 || x->dtype == XLA_FFI_DataType_F16 ? 2 : 1;
 }
 
 // A result's memory, which is that of argument i unless XLA still needs it.
@@ -42,8 +45,8 @@ static char *in_place(XLA_FFI_CallFrame *frame, int i) {
   return to->data;
 }
 
-// (keys [pages, K, H, C], values [pages, K, C, V], k[A, J, H], v[A, J, V], page s32[A], place s32[A]), numbers in fp32,
-// bf16 or 8 bits -> keys, values with each token at its place in its page.
+// (keys [pages, K, H, C], values [pages, K, C, V], k[A, J, H], v[A, J, V], page s32[A], place s32[A]), numbers of 8
+// to 64 bits -> keys, values with each token at its place in its page.
 XLA_FFI_Error *areax_put(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *keys = argument(frame, 0), *values = argument(frame, 1), *k = argument(frame, 2);

@@ -15,24 +15,6 @@ def supports(keys_PKHC, values_PKCV) -> bool:
     return keys_PKHC.dtype in KEPT and keys_PKHC.shape[3] % 16 == 0 and native.ready()
 
 
-def untouched(like: jax.ShapeDtypeStruct):
-    """Pages with any numbers, which take memory as they are written: `read` sees no position that was not."""
-    return jax.ffi.ffi_call("areax_untouched", like, has_side_effect=True)()
-
-
-def written(pages, k_AJH, v_AJV, page_A, place_A):
-    """The pages with some tokens, each at its place in a page, in place; heads are repeated if pages have more."""
-    made, aliases = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages), {0: 0, 1: 1}
-    call = jax.ffi.ffi_call("areax_put", made, input_output_aliases=aliases)
-    return tuple(call(*pages, k_AJH, v_AJV, page_A.astype(jnp.int32), place_A.astype(jnp.int32)))
-
-
-def with_pages(x_P, whole_N, page_N):
-    """The array of keys or values with some whole pages, in place."""
-    call = jax.ffi.ffi_call("areax_put_pages", jax.ShapeDtypeStruct(x_P.shape, x_P.dtype), input_output_aliases={0: 0})
-    return call(x_P, whole_N, page_N.astype(jnp.int32))
-
-
 def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern):
     """The softmax of R queries of each sequence over `count` pages from its `first`, as `attention_gpu.read`.
 

@@ -21,7 +21,7 @@ from ....models.layer import Layer, Recurrent
 from ....models.layers import native
 from ....models.paging import Kind
 from ....parallel import mesh
-from . import attention_cpu
+from . import attention_cpu, pool_cpu
 
 
 def empty(
@@ -39,7 +39,7 @@ def empty(
         K, n = paging.heads(K, mesh.size("tp")), counts[kind] + 1
         pages = jax.ShapeDtypeStruct((n, K, H, C), dtype), jax.ShapeDtypeStruct((n, K, C, V), dtype)
         if in_c() and attention_cpu.supports(*pages):
-            return tuple(map(attention_cpu.untouched, pages))
+            return tuple(map(pool_cpu.untouched, pages))
         return tuple(jnp.zeros(x.shape, x.dtype) for x in pages)
 
     of_layer = paging.of_layers(kinds, records)
@@ -100,7 +100,7 @@ def write_tokens(pages, k_SQKH, v_SQKV, page_SQ, place_SQ):
     if in_c():
         flat = lambda x_SQ: x_SQ.reshape(-1, *x_SQ.shape[2:])
         k_AKH, v_AKV = (stored(flat(x), keys_PKHC.dtype) for x in (k_SQKH, v_SQKV))
-        return attention_cpu.written(pages, k_AKH, v_AKV, flat(page_SQ), flat(place_SQ))
+        return pool_cpu.written(pages, k_AKH, v_AKV, flat(page_SQ), flat(place_SQ))
     copies = keys_PKHC.shape[1] // k_SQKH.shape[2]
     k_SQKH, v_SQKV = (stored(jnp.repeat(x, copies, axis=2), keys_PKHC.dtype) for x in (k_SQKH, v_SQKV))
     return keys_PKHC.at[page_SQ, :, :, place_SQ].set(k_SQKH), values_PKCV.at[page_SQ, :, place_SQ].set(v_SQKV)
@@ -125,7 +125,7 @@ def wipe(pool, used, *, states: frozenset[int]):
 
 
 def _with_pages(x_P, whole_N, page_N):
-    return attention_cpu.with_pages(x_P, whole_N, page_N) if in_c() else x_P.at[page_N].set(whole_N)
+    return pool_cpu.with_pages(x_P, whole_N, page_N) if in_c() else x_P.at[page_N].set(whole_N)
 
 
 @functools.partial(jax.jit, static_argnames=("of_layer", "states"), donate_argnames=("pool",))
