@@ -16,9 +16,9 @@ SUMS, LOGITS = "logprobs", "logits"  # checkpoint names of what a chunk saves fo
 
 
 def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
-    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least 256 tokens."""
+    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least 128 tokens."""
     logits = 2**22 if platform == "cpu" else 2**28
-    return max(256, 1 << max(0, (logits // vocabulary).bit_length() - 1))
+    return max(128, 1 << max(0, (logits // vocabulary).bit_length() - 1))
 
 
 @shaped

@@ -45,6 +45,17 @@ def test_the_newest_two_states_are_kept(tmp_path):
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 3]
 
 
+def test_a_state_is_checked_and_written_without_a_copy_of_it(tmp_path):
+    state = {"w": jnp.ones((300, 500)), "v": jnp.ones((2, 70_000))}
+    used = orbax._largest.lower(list(state.values())).compile().memory_analysis().temp_size_in_bytes
+    assert used < 0.1 * sum(x.nbytes for x in state.values())
+    with orbax.open_store(tmp_path) as store:
+        store.save(1, state)
+        assert (tmp_path / "1" / orbax.HASHES).is_file()  # a step that follows finds nothing in use
+    written = sum(file.stat().st_size for file in (tmp_path / "1").rglob("*") if file.is_file())
+    assert written > sum(x.nbytes for x in state.values())  # not compressed, even if it were easy
+
+
 def test_a_state_of_another_structure_is_refused(tmp_path):
     with orbax.open_store(tmp_path) as store:
         with pytest.raises(ValueError, match="needed, got none"):
