@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +168,7 @@ AnyMixer = Mixer | Recurrence
 
 
 def mixers(
-    layers: Sequence[Layer], position_BT, position_3BT=None, length_BT=None
+    layers: Sequence[Layer], position_BT, position_3BT=None, length_BT=None, needed=None
 ) -> Callable[[Attention, Callable], Mixer]:
     """Returns `mixer(layer, attend)` for tokens at these positions.
 
@@ -178,17 +177,21 @@ def mixers(
     Args:
       position_3BT: positions in time, height and width, by which rotary embeddings turn; None = position_BT on each.
       length_BT: of each token's sequence, which layers with `rope_switches` need.
+      needed: bool[], whether any token counts. A CPU makes what is not computed in a branch again in each layer that is
+        not in a scan.
     """
-    tables: dict[Any, Any] = {}
-    for layer in layers:
-        if isinstance(layer, Attention) and layer.rope is not None and (layer.rope, layer.rope_dim) not in tables:
-            turns = layer.rope, layer.rope_dim
-            if position_3BT is None:
-                tables[turns] = rotary.tables(position_BT, *turns, length_BT)
-            else:
-                tables[turns] = rotary.axis_tables(position_3BT, *turns)
-    # A CPU would make them again in each layer that is not in a scan.
-    tables = dict(zip(tables, jax.lax.optimization_barrier([*tables.values()]), strict=True))
+    turns = list(dict.fromkeys((x.rope, x.rope_dim) for x in layers if isinstance(x, Attention) and x.rope is not None))
+
+    def made() -> list:
+        if position_3BT is None:
+            return [rotary.tables(position_BT, *each, length_BT) for each in turns]
+        return [rotary.axis_tables(position_3BT, *each) for each in turns]
+
+    if needed is None:
+        found = jax.lax.optimization_barrier(made())
+    else:
+        found = jax.lax.cond(needed, made, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(made)))
+    tables = dict(zip(turns, found, strict=True))
 
     def rotate(layer, x_BTNH):
         if layer.rope is None:

@@ -248,10 +248,10 @@ def test_samples_keep_their_bits_beside_others(in_blocks):
 
 def test_a_tied_head_in_blocks_is_the_only_copy_in_any_dtype(in_blocks, compiled):
     config, params = model("qwen3")
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype, kept_as in ((jnp.float32, jnp.float32), (jnp.bfloat16, jnp.uint32)):
         kept = jax.tree.map(lambda x, dtype=dtype: jnp.asarray(x).astype(dtype), params)
         with Engine(config, kept, **SIZES) as engine:
-            assert "embed" not in engine.weights and engine.weights["head"].weight.dtype == dtype
+            assert "embed" not in engine.weights and engine.weights["head"].weight.dtype == kept_as
             alone = [engine.generate([one])[0] for one in asked()]
             engine.flush()
             for one, other in zip(alone, engine.generate(asked()), strict=True):
@@ -262,10 +262,11 @@ def test_weights_in_bf16_stay_so_and_are_multiplied_as_in_fp32(in_blocks, compil
     config, params = model("qwen3")
     params = jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), params)
     with Engine(config, params, **SIZES) as engine:
-        assert engine.weights["layers"][0]["q"].weight.dtype == jnp.bfloat16
+        assert engine.weights["layers"][0]["q"].weight.dtype == jnp.uint32  # two in each
         narrow = engine.generate(asked())
         is_leaf = lambda w: isinstance(w, Blocked)
-        in_fp32 = lambda w_FD2N: w_FD2N.swapaxes(2, 3).reshape(len(w_FD2N), -1, OUTPUTS).astype(jnp.float32)
+        two = lambda w_FDN: jax.lax.bitcast_convert_type(w_FDN, jnp.bfloat16).swapaxes(2, 3)
+        in_fp32 = lambda w_FDN: two(w_FDN).reshape(len(w_FDN), -1, OUTPUTS).astype(jnp.float32)
         widened = lambda w: dataclasses.replace(w, weight=in_fp32(w.weight)) if is_leaf(w) else w
         engine.swap(jax.tree.map(widened, engine.weights, is_leaf=is_leaf), "in fp32")
         for one, other in zip(narrow, engine.generate(asked()), strict=True):

@@ -15,6 +15,7 @@ from ...core.quantised import NF4, QuantisedWeight
 from . import native
 
 OUTPUTS = 32  # of a block
+ROWS = jnp.float32, jnp.bfloat16  # dtypes of rows that `native` reads
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +24,8 @@ class Blocked:
     """A weight [out, in] as [out / OUTPUTS, in, OUTPUTS]; the last block is filled up with zeros.
 
     Attributes:
-      weight: in fp32; in bf16 [out / OUTPUTS, in / 2, OUTPUTS, 2]; or the code of a `QuantisedWeight`: two entries a
-        byte along `in` if it has 4 bits.
+      weight: in fp32; two entries along `in` of bf16 in a u32, of which XLA never makes fp32; or the code of a
+        `QuantisedWeight`: two entries a byte along `in` if it has 4 bits.
       scale: f32[out / OUTPUTS, groups of entries, OUTPUTS] of the code; None = no code.
       outputs: its size `out`.
       active: bool[S], which rows of [S, in] are multiplied; None = all.
@@ -43,10 +44,9 @@ def blocks(w) -> Blocked:
         return Blocked(_rows_apart(w.code), _rows_apart(scale), w.shape[0])
     if w.dtype == jnp.bfloat16 and w.shape[1] % 2:
         w = w.astype(jnp.float32)
-    w_FDN = _rows_apart(w)
     if w.dtype == jnp.bfloat16:
-        w_FDN = w_FDN.reshape(len(w_FDN), -1, 2, OUTPUTS).swapaxes(2, 3)
-    return Blocked(w_FDN, None, w.shape[0])
+        w = jax.lax.bitcast_convert_type(w.reshape(len(w), -1, 2), jnp.uint32)
+    return Blocked(_rows_apart(w), None, w.shape[0])
 
 
 def _rows_apart(w_FD):
@@ -56,7 +56,12 @@ def _rows_apart(w_FD):
 
 def rows(w: Blocked, index, dtype):
     """The rows w[index], [..., in]; the weight has no code."""
-    return w.weight[index // OUTPUTS, :, index % OUTPUTS].reshape(*index.shape, -1).astype(dtype)
+    return _floats(w.weight[index // OUTPUTS, :, index % OUTPUTS]).reshape(*index.shape, -1).astype(dtype)
+
+
+def _floats(x):
+    """Numbers in fp32, or [..., 2] those in bf16 of each u32."""
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint32 else x
 
 
 def of_rows(weights, active_S):
@@ -75,10 +80,23 @@ def products(x_SD, weights: Sequence[Blocked]) -> Sequence:
     if not native.ready():
         return [_by_xla(x_SD, w) for w in weights]
     x_SD = x_SD if x_SD.dtype == jnp.bfloat16 else x_SD.astype(jnp.float32)
-    active_S = jnp.ones(len(x_SD), bool) if weights[0].active is None else weights[0].active
+    active_S = _active(x_SD, weights[0])
     kept = [x for w in weights for x in (w.weight, w.scale) if x is not None]
     made = [jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32) for w in weights]
     return jax.ffi.ffi_call("areax_blocked", made)(x_SD, active_S, *kept)
+
+
+def silu_product(x_SD, gate: Blocked, up: Blocked):
+    """silu(x @ gate^T) * (x @ up^T) in x's dtype, f32 or bf16, with one rounding; 0 in rows that are not active."""
+    gate_SF, up_SF = products(x_SD, [gate, up])
+    if not native.ready():
+        return (jax.nn.silu(gate_SF) * up_SF).astype(x_SD.dtype)
+    made = jax.ShapeDtypeStruct(gate_SF.shape, x_SD.dtype)
+    return jax.ffi.ffi_call("areax_silu_product", made)(gate_SF, up_SF, _active(x_SD, gate))
+
+
+def _active(x_SD, w: Blocked):
+    return jnp.ones(len(x_SD), bool) if w.active is None else w.active
 
 
 def _by_xla(x_SD, w: Blocked):
@@ -86,8 +104,8 @@ def _by_xla(x_SD, w: Blocked):
     if w_FDN.dtype == jnp.uint8:
         pair_FD2N = jnp.stack([w_FDN & 15, w_FDN >> 4], 2)
         w_FDN = jnp.asarray(NF4)[pair_FD2N.reshape(len(w_FDN), -1, OUTPUTS)]
-    if w_FDN.ndim == 4:
-        w_FDN = w_FDN.swapaxes(2, 3).reshape(len(w_FDN), -1, OUTPUTS)
+    if w_FDN.dtype == jnp.uint32:
+        w_FDN = _floats(w_FDN).swapaxes(2, 3).reshape(len(w_FDN), -1, OUTPUTS)
     w_FDN = w_FDN.astype(jnp.float32)
     if w.scale is not None:
         by_group = w_FDN.reshape(*w.scale.shape[:2], -1, OUTPUTS) * w.scale[:, :, None]

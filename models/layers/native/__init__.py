@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 
-SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "paged", "pages")]
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "gate", "paged", "pages")]
 HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("call", "tiles")]
-CALLS = "areax_blocked", "areax_draw", "areax_paged", "areax_put", "areax_put_pages", "areax_untouched"
+NAMES = "blocked", "copy_pages", "draw", "paged", "put", "put_pages", "silu_product", "untouched"
 HASH = ".sha256"
 FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
@@ -35,7 +35,7 @@ def missing() -> str:
         return "there is no C compiler cc; install gcc or clang for faster decoding"
     try:
         library = _compiled(compiler)
-        functions = {name: getattr(ctypes.CDLL(str(library)), name) for name in CALLS}
+        functions = {name: getattr(ctypes.CDLL(str(library)), f"areax_{name}") for name in NAMES}
     except subprocess.CalledProcessError as error:
         return f"{compiler} failed: {error.stderr.strip()[:200]}"
     except OSError as error:
@@ -43,7 +43,7 @@ def missing() -> str:
     except RuntimeError as error:  # there is no home
         return str(error)
     for name, function in functions.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+        jax.ffi.register_ffi_target(f"areax_{name}", jax.ffi.pycapsule(function), platform="cpu")
     return ""
 
 

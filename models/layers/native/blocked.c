@@ -27,9 +27,10 @@ typedef struct {
   const float *scale;
   const char *w;
   float *y;
-  const int64_t *rows;    // those to compute
+  const int64_t *rows;    // those to compute, then those that are 0
   const Tile *tiles;
-  int64_t S, D, F, size, tile_count;  // their number; entries that are summed by themselves, and share a scale
+  int64_t S, all;                   // the number of those, and of both
+  int64_t D, F, size, tile_count;  // `size` entries are summed by themselves, and share a scale
 } Product;
 
 static const float nf4[16] = {
@@ -251,6 +252,11 @@ typedef struct {
   int tiles;
 } Task;
 
+static void clear(const Product *p, int64_t first, int64_t end) {
+  const int64_t begin = first * N, count = (end * N < p->F ? end * N : p->F) - begin;
+  for (int64_t s = p->S; s < p->all; s++) memset(p->y + p->rows[s] * p->F + begin, 0, count * sizeof(float));
+}
+
 static void piece(const void *data, int64_t i) {
   const Task *task = data;
   int64_t b = task->blocks * i / task->pieces, end = task->blocks * (i + 1) / task->pieces, before = 0;
@@ -260,14 +266,15 @@ static void piece(const void *data, int64_t i) {
       const int64_t first = b - before, most = end - before < w->blocks ? end - before : w->blocks;
       const int64_t last = first + w->together < most ? first + w->together : most;
       w->multiply(&w->product, first, last);
+      clear(&w->product, first, last);
       b = before + last;
     }
   if (task->tiles) leave_tiles();
 }
 
-// (x f32 or bf16 [S, D], active[S], then for each weight w f32 [blocks, D, N], bf16 [blocks, D / 2, N, 2], or code s8
-// [blocks, D, N] or u8 [blocks, D / 2, N] and scale f32[blocks, groups, N]) -> y f32[S, F] of each, 0 in rows that are
-// not active.
+// (x f32 or bf16 [S, D], active[S], then for each weight w f32 [blocks, D, N], u32 [blocks, D / 2, N] of two bf16, or
+// code s8 [blocks, D, N] or u8 [blocks, D / 2, N] and scale f32[blocks, groups, N]) -> y f32[S, F] of each, 0 in rows
+// that are not active.
 XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *x = argument(frame, 0), *active = argument(frame, 1);
@@ -275,8 +282,10 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
   int64_t rows[S], used = 0, tile_count = 0;
   Tile tiles[S];
   Weight weights[count];
-  for (int64_t s = 0; s < S; s++)
+  for (int64_t s = 0, idle = S; s < S; s++) {
     if (((const uint8_t *)active->data)[s]) rows[used++] = s;
+    else rows[--idle] = s;
+  }
   for (int64_t s = 0, i = 0; s < used; s += sizes[i], tile_count++) {
     while (s + sizes[i] > used) i++;
     tiles[tile_count] = (Tile){s, sizes[i]};
@@ -288,20 +297,18 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
     const XLA_FFI_Buffer *w = argument(frame, at++), *y = result(frame, i), *scale = NULL;
     if (w->dtype == XLA_FFI_DataType_S8 || w->dtype == XLA_FFI_DataType_U8) scale = argument(frame, at++);
     const int64_t F = y->dims[1], size = scale ? D / scale->dims[1] : GROUP;
-    const int by_tiles = in_tiles && w->dtype == XLA_FFI_DataType_BF16;
+    const int by_tiles = in_tiles && w->dtype == XLA_FFI_DataType_U32;
     const float *scales = scale ? scale->data : NULL;
-    const int64_t bits = w->dtype == XLA_FFI_DataType_F32 ? 32 : w->dtype == XLA_FFI_DataType_BF16 ? 16 : 8;
+    const int64_t bits = w->dtype == XLA_FFI_DataType_F32 ? 32 : w->dtype == XLA_FFI_DataType_U32 ? 16 : 8;
     const int64_t bytes = D * N * bits / 8;  // of a block, at most
-    weights[i] = (Weight){{NULL, NULL, scales, w->data, y->data, rows, tiles, used, D, F, size, tile_count},
+    weights[i] = (Weight){{NULL, NULL, scales, w->data, y->data, rows, tiles, used, S, D, F, size, tile_count},
                           by_tiles                            ? blocks_tiles
                           : w->dtype == XLA_FFI_DataType_F32  ? blocks_f32
-                          : w->dtype == XLA_FFI_DataType_BF16 ? blocks_bf16
+                          : w->dtype == XLA_FFI_DataType_U32 ? blocks_bf16
                           : w->dtype == XLA_FFI_DataType_S8   ? blocks_int8
                                                               : blocks_nf4,
                           w->dims[0], KEPT / bytes > 1 ? KEPT / bytes : 1};
     task.blocks += w->dims[0], outputs += F, task.tiles |= by_tiles, others |= !by_tiles;
-    for (int64_t s = 0; s < S; s++)
-      if (!((const uint8_t *)active->data)[s]) memset((float *)y->data + s * F, 0, F * sizeof(float));
   }
   const int64_t filled = task.tiles ? (used / (2 * TILE_ROWS) + 1) * (2 * TILE_ROWS) : 0;  // rows of x16
   float *packed = others ? malloc(used * D * sizeof(float)) : NULL;

@@ -6,7 +6,7 @@
 #define STEP 64          // positions that are added at a time
 #define LINE 64          // bytes of a cache's line, fetched ahead: values while keys are read, then the next keys
 #define UNSEEN -1e30f
-#define SMALL (1 << 20)  // products that one thread computes sooner than others would come
+#define SMALL (1 << 16)  // products that one thread computes sooner than others would come
 
 typedef struct {
   const float *q;  // [B, K, R, H]
@@ -39,7 +39,8 @@ static inline f32 some(const char *data, int narrow, int64_t i, int64_t count) {
 
 #define EACH1(M) M(0)
 #define EACH2(M) EACH1(M) M(1)
-#define EACH4(M) EACH2(M) M(2) M(3)
+#define EACH3(M) EACH2(M) M(2)
+#define EACH4(M) EACH3(M) M(3)
 #define EACH8(M) EACH4(M) M(4) M(5) M(6) M(7)
 #define ZERO(t) f32 a##t = {0};
 #define SCORE(t) a##t += q[t * H + h] * key;
@@ -76,10 +77,14 @@ static inline void put(float *out, int64_t count, f32 part, float keep) {
     EACH##T(PUT_VALUE)                                                                                          \
   }
 
-QUERIES(1) QUERIES(2) QUERIES(4) QUERIES(8)
+QUERIES(1) QUERIES(2) QUERIES(3) QUERIES(4) QUERIES(8)
 
-#define BY_TILE(T, name, ...) \
-  (T == 8 ? name##8(__VA_ARGS__) : T == 4 ? name##4(__VA_ARGS__) : T == 2 ? name##2(__VA_ARGS__) : name##1(__VA_ARGS__))
+#define BY_TILE(T, name, ...)           \
+  (T == 8   ? name##8(__VA_ARGS__)      \
+   : T == 4 ? name##4(__VA_ARGS__)      \
+   : T == 3 ? name##3(__VA_ARGS__)      \
+   : T == 2 ? name##2(__VA_ARGS__)      \
+            : name##1(__VA_ARGS__))
 
 // Queries r, ..., r + T - 1 of sequence b and head k.
 static void tile(const Attention *a, int64_t b, int64_t k, int64_t r, int T) {
@@ -140,8 +145,7 @@ static void piece(const void *data, int64_t i) {  // one of `parts` of the queri
   int64_t r = a->R * part / a->parts, end = a->R * (part + 1) / a->parts;
   for (; r + 8 <= end; r += 8) tile(a, b, k, r, 8);
   for (; r + 4 <= end; r += 4) tile(a, b, k, r, 4);
-  for (; r + 2 <= end; r += 2) tile(a, b, k, r, 2);
-  for (; r < end; r++) tile(a, b, k, r, 1);
+  if (r < end) tile(a, b, k, r, end - r);
 }
 
 // () -> memory as it is found: what has never been used takes none of the machine's until it is written.

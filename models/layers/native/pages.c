@@ -15,6 +15,7 @@ typedef struct {
 static inline void put(const Tokens *t, int64_t head, const int64_t size) {
   const int64_t own = head * t->J / t->K;  // heads are repeated if there are more of them in pages
   for (int64_t a = 0; a < t->A; a++) {
+    if (t->page[a] == 0) continue;  // of what is not to be kept
     const int64_t row = t->page[a] * t->K + head, place = t->place[a];
     const char *k = t->k + (a * t->J + own) * t->H * size;
     for (int64_t h = 0; h < t->H; h++) memcpy(t->keys + ((row * t->H + h) * t->C + place) * size, k + h * size, size);
@@ -46,7 +47,7 @@ static char *in_place(XLA_FFI_CallFrame *frame, int i) {
 }
 
 // (keys [pages, K, H, C], values [pages, K, C, V], k[A, J, H], v[A, J, V], page s32[A], place s32[A]), numbers of 8
-// to 64 bits -> keys, values with each token at its place in its page.
+// to 64 bits -> keys, values with each token at its place in its page; those of page 0 are not kept.
 XLA_FFI_Error *areax_put(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *keys = argument(frame, 0), *values = argument(frame, 1), *k = argument(frame, 2);
@@ -66,5 +67,19 @@ XLA_FFI_Error *areax_put_pages(XLA_FFI_CallFrame *frame) {
   int64_t size = bytes_of(x);
   for (int64_t axis = 1; axis < x->rank; axis++) size *= x->dims[axis];
   for (int64_t n = 0; n < whole->dims[0]; n++) memcpy(to + page[n] * size, (const char *)whole->data + n * size, size);
+  return NULL;
+}
+
+// (x[pages, ...], from s32[N], to s32[N]) -> x with page from[n] at to[n]; none of these is a page that is read, unless
+// both are the same.
+XLA_FFI_Error *areax_copy_pages(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *x = argument(frame, 0), *numbers = argument(frame, 1);
+  const int32_t *from = numbers->data, *to = argument(frame, 2)->data;
+  char *pages = in_place(frame, 0);
+  int64_t size = bytes_of(x);
+  for (int64_t axis = 1; axis < x->rank; axis++) size *= x->dims[axis];
+  for (int64_t n = 0; n < numbers->dims[0]; n++)
+    if (from[n] != to[n]) memcpy(pages + to[n] * size, pages + from[n] * size, size);
   return NULL;
 }

@@ -165,7 +165,8 @@ def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of
     position_SQ = position_S[:, None] + jnp.arange(token_SQ.shape[1])[None]
     turned_SQ = position_SQ if shift_S is None else position_SQ + shift_S[:, None]
     # As long as the sequence is with the first token: no draft is kept beyond a length at which rope changes.
-    mixer = mixers(config.records, turned_SQ, length_BT=jnp.repeat(position_S[:, None] + 1, token_SQ.shape[1], 1))
+    length_SQ = jnp.repeat(position_S[:, None] + 1, token_SQ.shape[1], 1)
+    mixer = mixers(config.records, turned_SQ, length_BT=length_SQ, needed=jnp.any(active_S))
     x = module.embed(weights, token_SQ, config, weights["norm"].dtype)
     held = list(held)
 

@@ -128,6 +128,10 @@ def _with_pages(x_P, whole_N, page_N):
     return pool_cpu.with_pages(x_P, whole_N, page_N) if in_c() else x_P.at[page_N].set(whole_N)
 
 
+def _copied(x_P, from_N, to_N):
+    return pool_cpu.copied(x_P, from_N, to_N) if in_c() else x_P.at[to_N].set(x_P[from_N])
+
+
 @functools.partial(jax.jit, static_argnames=("of_layer", "states"), donate_argnames=("pool",))
 def copy(pool, page_K2N, keep_2N, restore_2N, *, of_layer: tuple[int, ...], states: frozenset[int]):
     """Copies pages page_K2N[kind] = (from, to); then states of slots to rows, and of rows to slots.
@@ -142,7 +146,7 @@ def copy(pool, page_K2N, keep_2N, restore_2N, *, of_layer: tuple[int, ...], stat
             put = lambda name: now[name].at[restore_2N[1]].set(kept[name][restore_2N[0]], mode="drop")
             return {name: put(name) for name in now}, kept
         source_N, target_N = page_K2N[of_layer[i]] if held else (None, None)
-        return tuple(_with_pages(x, x[source_N], target_N) for x in held)
+        return tuple(_copied(x, source_N, target_N) for x in held)
 
     return pinned([layer(i, held) for i, held in enumerate(pool)])
 

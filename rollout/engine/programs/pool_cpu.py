@@ -20,3 +20,9 @@ def with_pages(x_P, whole_N, page_N):
     """The array of keys or values with some whole pages, in place."""
     call = jax.ffi.ffi_call("areax_put_pages", jax.ShapeDtypeStruct(x_P.shape, x_P.dtype), input_output_aliases={0: 0})
     return call(x_P, whole_N, page_N.astype(jnp.int32))
+
+
+def copied(x_P, from_N, to_N):
+    """The array of keys or values with pages `from` at `to` as well, in place; no other page is both."""
+    call = jax.ffi.ffi_call("areax_copy_pages", jax.ShapeDtypeStruct(x_P.shape, x_P.dtype), input_output_aliases={0: 0})
+    return call(x_P, from_N.astype(jnp.int32), to_N.astype(jnp.int32))
