@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Store:
           ValueError: the state has numbers that are not finite, or processes of the job hold different replicas; it is
             not saved, so that the last good one stays.
           RuntimeError: the version, or a later one, is already saved.
-          OSError: the state saved before could not be written.
+          OSError: the state saved before could not be written; on a CPU, or this one.
         """
         import orbax.checkpoint as ocp
 
@@ -91,8 +91,9 @@ class Store:
         )
         self.latest = version
         self._commit = self._background.submit(self._finish, version, directory)
-        if all(device.platform == "cpu" for x in jax.tree.leaves(tree) for device in x.devices()):
-            wait([self._commit])  # a step cannot overwrite arrays that are being written, and would copy them
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        if all(device.platform == "cpu" for x in arrays for device in x.devices()):
+            self.wait()  # a step cannot overwrite arrays that are being written, and would copy them
 
     def _finish(self, version: int, directory: Path) -> None:
         """Adds the hashes to a state that is being written, renames it to its name, and removes older states."""
@@ -328,20 +329,24 @@ def _damage(path: Path, version: int) -> str:
 
 
 @jax.jit
-def _largest(arrays: list) -> jax.Array:
-    """The largest magnitude of each array, NaN if a number in it is: XLA computes no array for it, as for a count."""
-    return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays])
+def _zeros(arrays: list) -> jax.Array:
+    """0 for each array, NaN if a number in it is not finite.
+
+    XLA computes no array for it, as for a count, and a sum over devices keeps NaN, which a maximum may lose.
+    """
+    wide = lambda x: x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    return jnp.stack([jnp.sum(wide(x) * 0) for x in arrays])
 
 
 def _not_finite(tree) -> str:
     """Which array has how many numbers that are not finite; "" if there is none."""
     pairs = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     there = [x for _, x in pairs if not offload.on_host(x)]
-    of_devices = iter(np.asarray(_largest(there)) if there else ())
+    of_devices = iter(np.asarray(_zeros(there)) if there else ())
     # What the host holds may be larger than a device.
-    one = lambda x: np.asarray(_largest([offload.to_device(x)]))[0]
-    largest = [one(x) if offload.on_host(x) else next(of_devices) for _, x in pairs]
-    bad = [pair for pair, most in zip(pairs, largest, strict=True) if not np.isfinite(most)]
+    one = lambda x: np.asarray(_zeros([offload.to_device(x)]))[0]
+    zeros = [one(x) if offload.on_host(x) else next(of_devices) for _, x in pairs]
+    bad = [pair for pair, zero in zip(pairs, zeros, strict=True) if zero != 0]
     if not bad:
         return ""
     (path, x), *others = bad

@@ -5,6 +5,7 @@ import json
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -16,6 +17,7 @@ from areax.adapters import peft
 from areax.models import lora
 from areax.rollout.engine import adapters
 from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.programs import staging
 from areax.rollout.engine.request import Request, Sampling
 
 CONFIG = models.config_from_hf(
@@ -80,6 +82,18 @@ def alone():
             results |= {r.rid: engine.generate([r])[0] for r in POOL if r.adapter == name and engine.flush()}
             engine.unload_adapter(name)
     return results
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_loading_an_adapter_changes_no_bit_of_requests_without_one(dtype, monkeypatch):
+    monkeypatch.setattr(staging, "LEAST", 1)  # weights of this size in blocks, as large ones are
+    base = jax.tree.map(lambda x: jnp.asarray(x, dtype), BASE)
+    with Engine(CONFIG, base, slots=2, context=64, steps=4) as engine:
+        before = engine.generate([ask("before")])[0]
+        engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        assert same(engine.generate([ask("after")])[0], before)
+        engine.flush()
+        assert same(engine.generate([ask("again"), ask("beside", "a")])[0], before)
 
 
 @pytest.mark.long

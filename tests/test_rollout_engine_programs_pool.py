@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areax.models.layers import native
-from areax.rollout.engine.programs import pool
+from areax.rollout.engine.programs import pool, pool_cpu
 
 PAGES, K, H, C, V = 9, 4, 16, 32, 24  # of a page, with heads twice those of the model
 
@@ -53,6 +53,18 @@ def test_a_page_that_is_still_needed_is_not_changed(pages):
     same(made[2:], before)
     same(made[:2], write(pages))
     same(pages, before)
+
+
+def test_page_0_is_zeros_whatever_memory_holds_and_takes_no_token(compiled):
+    """Masked positions read it, such as those of drafts behind a sequence's last page: NaN times 0 would be NaN."""
+    like = jax.ShapeDtypeStruct((PAGES, K, H, C), jnp.float32)
+    for _ in range(20):
+        jnp.full(like.shape, jnp.nan).block_until_ready().delete()
+        keys = jax.jit(lambda: pool_cpu.untouched(like))()
+        np.testing.assert_array_equal(keys[0], 0)
+    token = jnp.full((1, 1, K // 2, H), 3.0)
+    made = pool.write_tokens((keys, jnp.zeros((PAGES, K, C, H))), token, token, jnp.array([[0]]), jnp.array([[5]]))
+    assert not jnp.any(made[0][0]) and not jnp.any(made[1])
 
 
 def test_pages_are_copied_and_restored(pages):

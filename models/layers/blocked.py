@@ -80,23 +80,20 @@ def products(x_SD, weights: Sequence[Blocked]) -> Sequence:
     if not native.ready():
         return [_by_xla(x_SD, w) for w in weights]
     x_SD = x_SD if x_SD.dtype == jnp.bfloat16 else x_SD.astype(jnp.float32)
-    active_S = _active(x_SD, weights[0])
+    active_S = jnp.ones(len(x_SD), bool) if weights[0].active is None else weights[0].active
     kept = [x for w in weights for x in (w.weight, w.scale) if x is not None]
     made = [jax.ShapeDtypeStruct((len(x_SD), w.outputs), jnp.float32) for w in weights]
     return jax.ffi.ffi_call("areax_blocked", made)(x_SD, active_S, *kept)
 
 
-def silu_product(x_SD, gate: Blocked, up: Blocked):
-    """silu(x @ gate^T) * (x @ up^T) in x's dtype, f32 or bf16, with one rounding; 0 in rows that are not active."""
-    gate_SF, up_SF = products(x_SD, [gate, up])
+def silu_product(gate_SF, up_SF, active_S=None):
+    """silu(gate) * up of f32 or bf16, computed in f32; 0 in rows that are not active."""
     if not native.ready():
-        return (jax.nn.silu(gate_SF) * up_SF).astype(x_SD.dtype)
-    made = jax.ShapeDtypeStruct(gate_SF.shape, x_SD.dtype)
-    return jax.ffi.ffi_call("areax_silu_product", made)(gate_SF, up_SF, _active(x_SD, gate))
-
-
-def _active(x_SD, w: Blocked):
-    return jnp.ones(len(x_SD), bool) if w.active is None else w.active
+        wide = jax.nn.silu(gate_SF.astype(jnp.float32)) * up_SF.astype(jnp.float32)
+        return wide.astype(gate_SF.dtype)
+    active_S = jnp.ones(len(gate_SF), bool) if active_S is None else active_S
+    made = jax.ShapeDtypeStruct(gate_SF.shape, gate_SF.dtype)
+    return jax.ffi.ffi_call("areax_silu_product", made)(gate_SF, up_SF, active_S)
 
 
 def _by_xla(x_SD, w: Blocked):

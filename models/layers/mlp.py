@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import blocked
 from .blocked import Blocked
-from .linear import linear, linears
+from .linear import MultiLoRAWeight, linear, linears
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,19 @@ SILU = Activation()
 
 def gated_mlp(x_BTD, w, activation: Activation = SILU):
     """down(activation(gate x, up x)), by default SwiGLU (arXiv:2002.05202); with biases if the weights exist."""
-    plain = activation.kind == "silu" and not w.keys() & {"gate_bias", "up_bias"}
-    if plain and isinstance(w["gate"], Blocked) and isinstance(w["up"], Blocked) and x_BTD.dtype in blocked.ROWS:
-        flat = x_BTD.reshape(-1, x_BTD.shape[-1])
-        hidden = blocked.silu_product(flat, w["gate"], w["up"])
+    if blocks := _in_blocks(x_BTD, w, activation):
+        gate, up = (y.reshape(-1, y.shape[-1]) for y in linears(x_BTD, w, ("gate", "up")))
+        hidden = blocked.silu_product(gate, up, blocks.active)
         return _linear(hidden.reshape(*x_BTD.shape[:-1], -1), w, "down")
     halves = (checkpoint_name(half_BTF, "mlp_gate_up") for half_BTF in linears(x_BTD, w, ("gate", "up")))
     return _linear(activation(*halves), w, "down")
+
+
+def _in_blocks(x_BTD, w, activation: Activation) -> Blocked | None:
+    """The weight of the gate if `blocked.silu_product` computes the hidden layer, adapters or not."""
+    gate, up = (each.weight if isinstance(each, MultiLoRAWeight) else each for each in (w["gate"], w["up"]))
+    known = activation.kind == "silu" and x_BTD.dtype in blocked.ROWS
+    return gate if known and isinstance(gate, Blocked) and isinstance(up, Blocked) else None
 
 
 def mlp(x_BTD, w, activation: Activation):

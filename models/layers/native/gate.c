@@ -5,11 +5,11 @@
 #define SMALL (1 << 16)  // numbers that one thread computes sooner than others would come
 
 typedef struct {
-  const float *gate, *up;  // [S, F]
+  const char *gate, *up;  // [S, F]
   const uint8_t *active;
   char *out;
   int64_t F;
-  int narrow;  // the result is in bf16
+  int narrow;  // all are in bf16
 } Gate;
 
 static inline f32 silu_product(f32 gate, f32 up) {
@@ -25,6 +25,13 @@ static inline u16 rounded(f32 x) {  // to bf16, halves to even; NaN stays one
   return __builtin_convertvector(((nearest & ~wrong) | ((bits | 0x400000) & wrong)) >> 16, u16);
 }
 
+static inline f32 some(const Gate *g, const char *from, int64_t i, int64_t count) {  // and zeros behind them
+  u16 half = {0};
+  f32 whole = {0};
+  if (!g->narrow) return memcpy(&whole, from + 4 * i, 4 * count), whole;
+  return memcpy(&half, from + 2 * i, 2 * count), (f32)(__builtin_convertvector(half, u32) << 16);
+}
+
 static void row(const void *data, int64_t s) {
   const Gate *g = data;
   const int64_t F = g->F, size = g->narrow ? 2 : 4;
@@ -35,15 +42,14 @@ static void row(const void *data, int64_t s) {
   }
   for (int64_t i = 0; i < F; i += LANES) {
     const int64_t count = F - i < LANES ? F - i : LANES;
-    f32 gate = {0}, up = {0};
-    memcpy(&gate, g->gate + s * F + i, count * 4), memcpy(&up, g->up + s * F + i, count * 4);
-    const f32 made = silu_product(gate, up);
+    const f32 made = silu_product(some(g, g->gate, s * F + i, count), some(g, g->up, s * F + i, count));
     const u16 narrow = rounded(made);
     memcpy(out + i * size, g->narrow ? (const void *)&narrow : (const void *)&made, count * size);
   }
 }
 
-// (gate f32[S, F], up f32[S, F], active[S]) -> silu(gate) * up, f32 or bf16 [S, F]; 0 in rows that are not active.
+// (gate [S, F], up [S, F], active[S]) -> silu(gate) * up [S, F], all in fp32 or all in bf16; 0 in rows that are not
+// active.
 XLA_FFI_Error *areax_silu_product(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *gate = argument(frame, 0), *active = argument(frame, 2), *out = result(frame, 0);

@@ -148,9 +148,6 @@ static void piece(const void *data, int64_t i) {  // one of `parts` of the queri
   if (r < end) tile(a, b, k, r, end - r);
 }
 
-// () -> memory as it is found: what has never been used takes none of the machine's until it is written.
-XLA_FFI_Error *areax_untouched(XLA_FFI_CallFrame *frame) { return asks_version(frame), NULL; }
-
 // (q f32[B, K, R, H], keys f32 or bf16 [pages, K, H, C], values [pages, K, C, V], table s32[B, X], the position of each
 // query and the first that it sees s32[B, R], the first page of each sequence and their number s32[B], softcap f32[] or
 // 0) -> most f32[B, K, R, 1], sum f32[B, K, R, 1], out f32[B, K, R, V]; -1e30, 0 and 0 where there is no page.

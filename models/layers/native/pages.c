@@ -15,7 +15,7 @@ typedef struct {
 static inline void put(const Tokens *t, int64_t head, const int64_t size) {
   const int64_t own = head * t->J / t->K;  // heads are repeated if there are more of them in pages
   for (int64_t a = 0; a < t->A; a++) {
-    if (t->page[a] == 0) continue;  // of what is not to be kept
+    if (t->page[a] == 0) continue;  // which tokens that are not kept have, and masked positions read
     const int64_t row = t->page[a] * t->K + head, place = t->place[a];
     const char *k = t->k + (a * t->J + own) * t->H * size;
     for (int64_t h = 0; h < t->H; h++) memcpy(t->keys + ((row * t->H + h) * t->C + place) * size, k + h * size, size);
@@ -37,17 +37,29 @@ static int64_t bytes_of(const XLA_FFI_Buffer *x) {  // of a number
   return x->dtype == XLA_FFI_DataType_BF16 || x->dtype == XLA_FFI_DataType_F16 ? 2 : 1;
 }
 
+static int64_t bytes_of_page(const XLA_FFI_Buffer *x) {
+  int64_t size = bytes_of(x);
+  for (int64_t axis = 1; axis < x->rank; axis++) size *= x->dims[axis];
+  return size;
+}
+
 // A result's memory, which is that of argument i unless XLA still needs it.
 static char *in_place(XLA_FFI_CallFrame *frame, int i) {
   const XLA_FFI_Buffer *from = argument(frame, i), *to = result(frame, i);
-  int64_t size = bytes_of(from);
-  for (int64_t axis = 0; axis < from->rank; axis++) size *= from->dims[axis];
-  if (to->data != from->data) memcpy(to->data, from->data, size);
+  if (to->data != from->data) memcpy(to->data, from->data, from->dims[0] * bytes_of_page(from));
   return to->data;
 }
 
+// () -> pages as memory is found, but for page 0, of zeros: what is never written takes none of the machine's memory.
+XLA_FFI_Error *areax_untouched(XLA_FFI_CallFrame *frame) {
+  if (asks_version(frame)) return NULL;
+  const XLA_FFI_Buffer *x = result(frame, 0);
+  memset(x->data, 0, bytes_of_page(x));
+  return NULL;
+}
+
 // (keys [pages, K, H, C], values [pages, K, C, V], k[A, J, H], v[A, J, V], page s32[A], place s32[A]), numbers of 8
-// to 64 bits -> keys, values with each token at its place in its page; those of page 0 are not kept.
+// to 64 bits -> keys, values with each token at its place in its page; none are put to page 0.
 XLA_FFI_Error *areax_put(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *keys = argument(frame, 0), *values = argument(frame, 1), *k = argument(frame, 2);
@@ -64,8 +76,7 @@ XLA_FFI_Error *areax_put_pages(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_Buffer *x = argument(frame, 0), *whole = argument(frame, 1);
   const int32_t *page = argument(frame, 2)->data;
   char *to = in_place(frame, 0);
-  int64_t size = bytes_of(x);
-  for (int64_t axis = 1; axis < x->rank; axis++) size *= x->dims[axis];
+  const int64_t size = bytes_of_page(x);
   for (int64_t n = 0; n < whole->dims[0]; n++) memcpy(to + page[n] * size, (const char *)whole->data + n * size, size);
   return NULL;
 }
@@ -77,8 +88,7 @@ XLA_FFI_Error *areax_copy_pages(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_Buffer *x = argument(frame, 0), *numbers = argument(frame, 1);
   const int32_t *from = numbers->data, *to = argument(frame, 2)->data;
   char *pages = in_place(frame, 0);
-  int64_t size = bytes_of(x);
-  for (int64_t axis = 1; axis < x->rank; axis++) size *= x->dims[axis];
+  const int64_t size = bytes_of_page(x);
   for (int64_t n = 0; n < numbers->dims[0]; n++)
     if (from[n] != to[n]) memcpy(pages + to[n] * size, pages + from[n] * size, size);
   return NULL;

@@ -3,8 +3,8 @@
 Layers of one kind (`models.paging`) share page numbers: `keys [page, kv_head, key_dim, C]` and
 `values [page, kv_head, C, value_dim]` of each layer with keys and values of its own. A recurrent layer has {name: state
 [slot, ...]} of running sequences, and {name: state [row, ...]} of kept prefixes, in fp32; a step replaces the first:
-unlike keys and values they cannot be cut back to a prompt. What is in page 0 never counts, and row 0 has the state
-before any token.
+unlike keys and values they cannot be cut back to a prompt. What is in page 0 never counts, but is finite, and row 0 has
+the state before any token.
 """
 
 import functools

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 
 def untouched(like: jax.ShapeDtypeStruct):
-    """Pages with any numbers, which take memory as they are written; `attention_cpu.read` sees nothing else."""
+    """Pages with any numbers, which take memory as they are written; page 0, which is never, is zeros: of pages that no
+    token was written to it is the only one that `attention_cpu.read` reads."""
     return jax.ffi.ffi_call("areax_untouched", like, has_side_effect=True)()
 
 
