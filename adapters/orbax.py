@@ -59,7 +59,7 @@ class Store:
         return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=state, about=about))
 
     def save(self, version: int, state, cursor=None) -> None:
-        """Copies the state to the host and writes it in the background, or at once where the host has it: on a CPU.
+        """Copies the state to the host and writes it in the background; on a CPU it is written when this returns.
 
         Once it is complete, all but the newest `keep` states are removed.
 
@@ -71,7 +71,7 @@ class Store:
           ValueError: the state has numbers that are not finite, or processes of the job hold different replicas; it is
             not saved, so that the last good one stays.
           RuntimeError: the version, or a later one, is already saved.
-          OSError: the state saved before could not be written; on a CPU, or this one.
+          OSError: the state saved before could not be written, or this one, which is known at once on a CPU.
         """
         import orbax.checkpoint as ocp
 
@@ -350,7 +350,7 @@ def _not_finite(tree) -> str:
     if not bad:
         return ""
     (path, x), *others = bad
-    count = int(jnp.sum(~jnp.isfinite(offload.to_device(x) if offload.on_host(x) else x), dtype=jnp.int32))
+    count = int(jnp.sum(~jnp.isfinite(offload.to_device(x) if offload.on_host(x) else x), dtype=jnp.float32))
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     where = f"{name}, as in {len(others)} other arrays" if others else name
     return f"{count} of the {x.size} numbers of {where} are not finite"

@@ -177,8 +177,8 @@ def mixers(
     Args:
       position_3BT: positions in time, height and width, by which rotary embeddings turn; None = position_BT on each.
       length_BT: of each token's sequence, which layers with `rope_switches` need.
-      needed: bool[], whether any token counts. A CPU makes what is not computed in a branch again in each layer that is
-        not in a scan.
+      needed: bool[], whether any token counts; the tables are then computed in a branch. Otherwise XLA fuses them into
+        every layer on a CPU, unless the layers are in a scan.
     """
     turns = list(dict.fromkeys((x.rope, x.rope_dim) for x in layers if isinstance(x, Attention) and x.rope is not None))
 

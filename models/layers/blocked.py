@@ -86,14 +86,14 @@ def products(x_SD, weights: Sequence[Blocked]) -> Sequence:
     return jax.ffi.ffi_call("areax_blocked", made)(x_SD, active_S, *kept)
 
 
-def silu_product(gate_SF, up_SF, active_S=None):
-    """silu(gate) * up of f32 or bf16, computed in f32; 0 in rows that are not active."""
+def silu_product(gate, up, active_S=None):
+    """silu(gate) * up over the last axis, in f32 or bf16, computed in f32; 0 in rows that are not active."""
     if not native.ready():
-        wide = jax.nn.silu(gate_SF.astype(jnp.float32)) * up_SF.astype(jnp.float32)
-        return wide.astype(gate_SF.dtype)
+        return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+    gate_SF, up_SF = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
     active_S = jnp.ones(len(gate_SF), bool) if active_S is None else active_S
     made = jax.ShapeDtypeStruct(gate_SF.shape, gate_SF.dtype)
-    return jax.ffi.ffi_call("areax_silu_product", made)(gate_SF, up_SF, active_S)
+    return jax.ffi.ffi_call("areax_silu_product", made)(gate_SF, up_SF, active_S).reshape(gate.shape)
 
 
 def _by_xla(x_SD, w: Blocked):

@@ -47,19 +47,12 @@ SILU = Activation()
 
 def gated_mlp(x_BTD, w, activation: Activation = SILU):
     """down(activation(gate x, up x)), by default SwiGLU (arXiv:2002.05202); with biases if the weights exist."""
-    if blocks := _in_blocks(x_BTD, w, activation):
-        gate, up = (y.reshape(-1, y.shape[-1]) for y in linears(x_BTD, w, ("gate", "up")))
-        hidden = blocked.silu_product(gate, up, blocks.active)
-        return _linear(hidden.reshape(*x_BTD.shape[:-1], -1), w, "down")
-    halves = (checkpoint_name(half_BTF, "mlp_gate_up") for half_BTF in linears(x_BTD, w, ("gate", "up")))
-    return _linear(activation(*halves), w, "down")
-
-
-def _in_blocks(x_BTD, w, activation: Activation) -> Blocked | None:
-    """The weight of the gate if `blocked.silu_product` computes the hidden layer, adapters or not."""
-    gate, up = (each.weight if isinstance(each, MultiLoRAWeight) else each for each in (w["gate"], w["up"]))
-    known = activation.kind == "silu" and x_BTD.dtype in blocked.ROWS
-    return gate if known and isinstance(gate, Blocked) and isinstance(up, Blocked) else None
+    gate_BTF, up_BTF = (checkpoint_name(y_BTF, "mlp_gate_up") for y_BTF in linears(x_BTD, w, ("gate", "up")))
+    # The same with adapters and without: loading one changes no bit of requests that do not use it.
+    base = w["gate"].weight if isinstance(w["gate"], MultiLoRAWeight) else w["gate"]
+    if isinstance(base, Blocked) and activation.kind == "silu" and x_BTD.dtype in blocked.ROWS:
+        return _linear(blocked.silu_product(gate_BTF, up_BTF, base.active), w, "down")
+    return _linear(activation(gate_BTF, up_BTF), w, "down")
 
 
 def mlp(x_BTD, w, activation: Activation):

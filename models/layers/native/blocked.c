@@ -27,9 +27,9 @@ typedef struct {
   const float *scale;
   const char *w;
   float *y;
-  const int64_t *rows;    // those to compute, then those that are 0
+  const int64_t *rows;    // the active ones, then the others, whose results are 0
   const Tile *tiles;
-  int64_t S, all;                   // the number of those, and of both
+  int64_t S, all;                  // the number of active rows, and of all
   int64_t D, F, size, tile_count;  // `size` entries are summed by themselves, and share a scale
 } Product;
 
@@ -252,6 +252,7 @@ typedef struct {
   int tiles;
 } Task;
 
+// Zeroes what blocks first, ..., end - 1 give rows that are not active.
 static void clear(const Product *p, int64_t first, int64_t end) {
   const int64_t begin = first * N, count = (end * N < p->F ? end * N : p->F) - begin;
   for (int64_t s = p->S; s < p->all; s++) memset(p->y + p->rows[s] * p->F + begin, 0, count * sizeof(float));
@@ -304,7 +305,7 @@ XLA_FFI_Error *areax_blocked(XLA_FFI_CallFrame *frame) {
     weights[i] = (Weight){{NULL, NULL, scales, w->data, y->data, rows, tiles, used, S, D, F, size, tile_count},
                           by_tiles                            ? blocks_tiles
                           : w->dtype == XLA_FFI_DataType_F32  ? blocks_f32
-                          : w->dtype == XLA_FFI_DataType_U32 ? blocks_bf16
+                          : w->dtype == XLA_FFI_DataType_U32  ? blocks_bf16
                           : w->dtype == XLA_FFI_DataType_S8   ? blocks_int8
                                                               : blocks_nf4,
                           w->dims[0], KEPT / bytes > 1 ? KEPT / bytes : 1};

@@ -43,8 +43,12 @@ static void row(const void *data, int64_t s) {
   for (int64_t i = 0; i < F; i += LANES) {
     const int64_t count = F - i < LANES ? F - i : LANES;
     const f32 made = silu_product(some(g, g->gate, s * F + i, count), some(g, g->up, s * F + i, count));
-    const u16 narrow = rounded(made);
-    memcpy(out + i * size, g->narrow ? (const void *)&narrow : (const void *)&made, count * size);
+    if (g->narrow) {
+      const u16 narrow = rounded(made);
+      memcpy(out + i * size, &narrow, count * size);
+    } else {
+      memcpy(out + i * size, &made, count * size);
+    }
   }
 }
 

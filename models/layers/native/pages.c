@@ -15,7 +15,7 @@ typedef struct {
 static inline void put(const Tokens *t, int64_t head, const int64_t size) {
   const int64_t own = head * t->J / t->K;  // heads are repeated if there are more of them in pages
   for (int64_t a = 0; a < t->A; a++) {
-    if (t->page[a] == 0) continue;  // which tokens that are not kept have, and masked positions read
+    if (t->page[a] == 0) continue;  // the token is not kept; page 0 stays zeros, which masked positions read
     const int64_t row = t->page[a] * t->K + head, place = t->place[a];
     const char *k = t->k + (a * t->J + own) * t->H * size;
     for (int64_t h = 0; h < t->H; h++) memcpy(t->keys + ((row * t->H + h) * t->C + place) * size, k + h * size, size);
@@ -50,7 +50,7 @@ static char *in_place(XLA_FFI_CallFrame *frame, int i) {
   return to->data;
 }
 
-// () -> pages as memory is found, but for page 0, of zeros: what is never written takes none of the machine's memory.
+// () -> pages that take memory as they are written, and hold any numbers until then, but for page 0, which is zeros.
 XLA_FFI_Error *areax_untouched(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *x = result(frame, 0);
@@ -59,7 +59,7 @@ XLA_FFI_Error *areax_untouched(XLA_FFI_CallFrame *frame) {
 }
 
 // (keys [pages, K, H, C], values [pages, K, C, V], k[A, J, H], v[A, J, V], page s32[A], place s32[A]), numbers of 8
-// to 64 bits -> keys, values with each token at its place in its page; none are put to page 0.
+// to 64 bits -> keys, values with each token at its place in its page; tokens of page 0 are not kept.
 XLA_FFI_Error *areax_put(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *keys = argument(frame, 0), *values = argument(frame, 1), *k = argument(frame, 2);
@@ -81,8 +81,8 @@ XLA_FFI_Error *areax_put_pages(XLA_FFI_CallFrame *frame) {
   return NULL;
 }
 
-// (x[pages, ...], from s32[N], to s32[N]) -> x with page from[n] at to[n]; none of these is a page that is read, unless
-// both are the same.
+// (x[pages, ...], from s32[N], to s32[N]) -> x with page from[n] copied to page to[n]. No target is the source of
+// another pair; pairs of equal numbers do nothing.
 XLA_FFI_Error *areax_copy_pages(XLA_FFI_CallFrame *frame) {
   if (asks_version(frame)) return NULL;
   const XLA_FFI_Buffer *x = argument(frame, 0), *numbers = argument(frame, 1);

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 
 def untouched(like: jax.ShapeDtypeStruct):
-    """Pages with any numbers, which take memory as they are written; page 0, which is never, is zeros: of pages that no
-    token was written to it is the only one that `attention_cpu.read` reads."""
+    """Pages that take memory as they are written, and hold any numbers until then, but for page 0: it is never written,
+    attention reads it for masked positions, and it is zeros."""
     return jax.ffi.ffi_call("areax_untouched", like, has_side_effect=True)()
 
 
@@ -24,6 +24,7 @@ def with_pages(x_P, whole_N, page_N):
 
 
 def copied(x_P, from_N, to_N):
-    """The array of keys or values with pages `from` at `to` as well, in place; no other page is both."""
+    """Copies pages `from` of keys or values to `to`, in place. No target may be the source of another pair; pairs of
+    equal numbers do nothing."""
     call = jax.ffi.ffi_call("areax_copy_pages", jax.ShapeDtypeStruct(x_P.shape, x_P.dtype), input_output_aliases={0: 0})
     return call(x_P, from_N.astype(jnp.int32), to_N.astype(jnp.int32))

@@ -57,7 +57,8 @@ def prefill(
     weights = blocked.of_rows(weights, (jnp.arange(T)[None] < length_R[:, None]).reshape(-1))
     position_RT = start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     active_R = length_R > 0
-    mixer = mixers(config.records, position_RT, seen and seen.position_3RT, jnp.repeat(total_R[:, None], T, 1))
+    total_RT = jnp.repeat(total_R[:, None], T, 1)
+    mixer = mixers(config.records, position_RT, seen and seen.position_3RT, total_RT, needed=jnp.any(active_R))
     x = module.embed(weights, token_RT, config, weights["norm"].dtype)
     x = vision.replaced(x, seen.feature_NRTD[0], seen.feature_RT) if seen else x
     held = list(held)
