@@ -17,7 +17,8 @@ def say(what):
 def end(number, frame):
     say("ended")
     os._exit(0)
-signal.signal(signal.SIGTERM, end)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)

@@ -432,21 +432,31 @@ def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
 
 # -- Slurm ---------------------------------------------------------------------------------------
 
-# Runs steps locally, and sets the variables by which the tasks of a step know their rank.
-SRUN = """#!/bin/bash
-echo "$*" >>"$STEPS"
-tasks=1 local=1
-while [[ $1 == --* ]]; do
-  case $1 in --ntasks=*) tasks=${1#*=} ;; --ntasks-per-node=*) local=${1#*=} ;; esac
-  shift
-done
-export SLURM_STEP_NUM_TASKS=$tasks
-if ((tasks == 1)); then SLURM_PROCID=0 SLURM_LOCALID=0 exec "$@"; fi
-for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$((i % local)) "$@" & running+=($!); done
-trap 'kill "${running[@]}"' TERM
-code=0
-for one in "${running[@]}"; do wait "$one" || code=$?; done
-exit $code
+# Runs steps locally, and sets the variables by which the tasks of a step know their rank. As the real srun 22.05, it
+# answers SIGTERM and SIGHUP by killing its tasks, and passes on SIGINT only with --disable-status.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+with open(os.environ["STEPS"], "a") as steps:
+    print(*sys.argv[1:], file=steps)
+options, words = {{}}, sys.argv[1:]
+while words[0].startswith("--"):
+    name, _, value = words.pop(0)[2:].partition("=")
+    options[name] = value
+signal.signal(signal.SIGINT, lambda *_: None) # a background job of the script ignores it; its tasks do not
+count, local = int(options.get("ntasks", 1)), int(options.get("ntasks-per-node", 1))
+tasks = [
+    subprocess.Popen(words, env={{
+        **os.environ, "SLURM_STEP_NUM_TASKS": str(count), "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % local)
+    }})
+    for i in range(count)
+]
+def tell(number, _):
+    for task in tasks:
+        task.send_signal(number if number == signal.SIGINT else signal.SIGKILL)
+for number in (signal.SIGTERM, signal.SIGHUP, *([signal.SIGINT] if "disable-status" in options else [])):
+    signal.signal(number, tell)
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 SCONTROL = """#!/bin/bash
 [[ "$1 $2" == "show hostnames" ]] || exit 1
@@ -522,15 +532,24 @@ def test_a_batch_script_under_bash(place, tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_a_batch_script_trains(data, tmp_path):
-    words = [*SERVED, "--logs", str(tmp_path / "logs"), "--", *grpo(data, tmp_path / "run", 2)]
-    config = tmp_path / "run/config.json"
-    with batch(data, tmp_path, ["127.0.0.1", "127.0.0.2", "127.0.0.3"], words) as process:
-        jobs.until(lambda: config.exists() or process.poll() is not None)
+def test_a_batch_script_trains_and_goes_on_after_its_time_limit(data, tmp_path):
+    words = [*SERVED, "--logs", str(tmp_path / "logs"), "--", *grpo(data, tmp_path / "run", 8)]
+    config, metrics = tmp_path / "run/config.json", tmp_path / "run/metrics.jsonl"
+    nodes = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    (first := tmp_path / "first").mkdir()
+    with batch(data, first, nodes, words) as process:
+        stepped = lambda: metrics.exists() and '"grpo"' in metrics.read_text()
+        jobs.until(lambda: stepped() or process.poll() is not None)
         url = json.loads(config.read_text())["serving"]["servers"][0]
         with pytest.raises(urllib.error.HTTPError, match="401"):  # they need the job's key
             urllib.request.urlopen(f"{url}/model_info")
+        process.terminate()  # as `--signal=B:TERM@120` does
+        assert process.wait(120) == 130
+    assert not serving(url) and not list(Path("/dev/shm").glob(f"areax-{process.job}*"))
+    done = max(int(path.name) for path in (tmp_path / "run/state").iterdir() if path.name.isdecimal())
+    assert 1 <= done < 8
+    with batch(data, tmp_path, nodes, words) as process:
         assert process.wait(300) == 0
-    urls = trained(tmp_path / "run", 2)
+    urls = trained(tmp_path / "run", 8)
     assert [url.split(":")[1] for url in urls] == ["//127.0.0.2", "//127.0.0.3"]
-    assert not any(map(serving, urls)) and not list(Path("/dev/shm").glob(f"areax-{process.job}"))
+    assert not any(map(serving, urls)) and not list(Path("/dev/shm").glob(f"areax-{process.job}*"))

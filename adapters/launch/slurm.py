@@ -52,7 +52,8 @@ def script(config: Config, command: list[str]) -> str:
     }  # fmt: skip
     head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
     stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
-    step = f"srun --overlap --cpus-per-task={cpus}" + (f" --gpus-per-node={gpus}" if gpus else "")
+    # srun answers SIGTERM by killing its tasks; with --disable-status it passes on the first SIGINT.
+    step = f"srun --overlap --disable-status --cpus-per-task={cpus}" + (f" --gpus-per-node={gpus}" if gpus else "")
     parts = [
         "#!/bin/bash\n" + "\n".join(head),
         f"# Trains on {place.of_trainers} of {place.nodes} node{'s' if place.nodes > 1 else ''}. Written by areax "
@@ -85,7 +86,7 @@ def _servers(config: Config, command: list[str], place: Places, stage: bool) -> 
 keep() {
   local name=$1 node=$2 pause running=
   shift 2
-  trap 'kill "$running"; wait "$running"; exit' TERM
+  trap 'kill -INT "$running" 2>/dev/null && wait "$running"; exit' TERM
   for pause in 1 2 4 0; do
     "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" "$@" >>"$logs/$name.log" 2>&1 &
     running=$!
@@ -96,7 +97,7 @@ keep() {
 }"""
     staging = """
   at=$((port + 2 * i + 2)) # its stager, which fetches new weights
-  keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "$node" --port "$at" --root "$stage/$i" &
+  keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "$node" --port "$at" --root "$stage-$i" &
   kept+=($!)
   stagers+=("http://$node:$at")"""
     start = f"""kept=() urls=() stagers=()
@@ -109,7 +110,7 @@ for i in $(seq 0 {config.servers - 1}); do
 done
 """
     if stage:
-        start = f"""# A folder on the servers' nodes: in memory, with room for three versions.
+        start = f"""# Folders on the servers' nodes, which the stagers remove: in memory, with room for three versions.
 stage=/dev/shm/areax-$SLURM_JOB_ID
 {start}"""
     names = [] if config.server.command else [keys.SERVER]  # another server may have no key, or one of its own
@@ -122,14 +123,11 @@ for name in {" ".join(names)}; do
   export "$name=$("$python" -c 'import secrets; print(secrets.token_urlsafe(32))')"
 done
 {start}"""
-    servers_nodes = place.nodes - place.first_node
-    removed = f"""
-  "${{step[@]}}" --nodes={servers_nodes} --ntasks={servers_nodes} --ntasks-per-node=1 \\
-    --nodelist="$(IFS=,; echo "${{nodes[*]:{place.first_node}}}")" rm -rf "$stage\""""
-    ending = f"""finish() {{ # ends the servers however this script ends
-  kill "${{kept[@]}}" 2>/dev/null
-  wait{removed if stage else ""}
-}}
+    ending = """finish() { # ends the servers however this script ends
+  trap '' TERM INT
+  kill "${kept[@]}" 2>/dev/null
+  wait
+}
 trap finish EXIT
 trap 'exit 143' TERM"""
     ready = """for url in "${urls[@]}" "${stagers[@]}"; do
@@ -159,7 +157,7 @@ def _trainers(config: Config, command: list[str], place: Places, stage: bool) ->
   --nodelist="$(IFS=,; echo "${{nodes[*]:0:{place.of_trainers}}}")" \\
   {wrapped}{words} &
 trainer=$!
-trap 'kill -TERM "$trainer"' TERM INT # scancel --batch --signal=TERM, or the time limit: saves a checkpoint
+trap 'kill -INT "$trainer"' TERM INT # scancel --batch --signal=TERM, or the time limit: saves a checkpoint
 while kill -0 "$trainer" 2>/dev/null; do
   wait "$trainer" # interrupted by signals
 done

@@ -6,7 +6,8 @@ POST /stage {"label", "source", "source_key"} -> {"path", "bytes", "resumed", "d
 of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps running
 meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
 deltas have been faster than whole versions, it is fetched instead of the tensors. Files that do not differ from those
-of the newest version here are not fetched at all. The newest two versions are kept.
+of the newest version here are not fetched at all. The newest two versions are kept, until SIGTERM or SIGINT: the
+stager then removes all of them, because `root` is often memory that nobody else would free.
 GET /versions -> {"versions"}: their labels. The key is sent as `Authorization: Bearer KEY`. GET /health answers anyone.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import hmac
 import json
@@ -236,7 +238,7 @@ class _Fetch:
     async def listing(self, versions: dict[str, str]) -> dict[str, Any]:
         async def once() -> dict[str, Any]:
             timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
-            async with self.http.get(self.url, params=versions, timeout=timeout) as reply:
+            async with self.http.get(self.url, params=versions, timeout=timeout, allow_redirects=False) as reply:
                 try:
                     return json.loads(await _agreed(self.url, reply))
                 except (json.JSONDecodeError, RecursionError) as error:
@@ -264,7 +266,8 @@ class _Fetch:
         """Fetches the missing bytes and appends them."""
         if have == size:
             return
-        async with self.http.get(url, headers={"Range": f"bytes={have}-"} if have > 0 else {}) as reply:
+        headers = {"Range": f"bytes={have}-"} if have > 0 else {}
+        async with self.http.get(url, headers=headers, allow_redirects=False) as reply:
             if reply.status not in (200, 206):
                 await _agreed(url, reply)
             with open(path, "ab" if reply.status == 206 else "wb") as file:
@@ -317,7 +320,7 @@ async def _persistently(url: str, once: Callable[[], Awaitable[Result]], progres
 
 
 def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; prints a line that begins with the URL once it is ready.
+    """Serves until SIGTERM or SIGINT, then removes its versions; prints a line with its URL first once it is ready.
 
     Raises ValueError if the folder or the address is not available, or if other machines can reach it and there is no
     key.
@@ -331,6 +334,10 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
         http_process.serve(
             app(folder, key=key), sock, f"{http_process.address(sock.getsockname())} stages versions in {folder}"
         )
+    for version in (*_kept(folder), *folder.glob(".*.part")):
+        shutil.rmtree(version)
+    with contextlib.suppress(OSError):  # it holds something else
+        folder.rmdir()
 
 
 def main() -> None:
