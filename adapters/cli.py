@@ -18,10 +18,11 @@ from typing import Annotated, Literal, NoReturn
 import tyro
 
 from ..rollout.chat import formats
+from ..rollout.processes.printable import printable
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
 from .command_line import parse
 from .command_line.options import UNPREFIXED
-from .command_line.printable import printable
+from .runtime import log_lines
 
 RECIPES = ("sft", "grpo", "preference", "distill", "prm")
 SHOWN = ("steps", "complete", "accuracy", "checkpoint", "report")  # at a run's end
@@ -435,6 +436,7 @@ FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    log_lines.keep_printable()
     try:
         try:
             with _exits_shown():

@@ -36,6 +36,7 @@ async def connect(
     longest: int = 0,
     image_token: int | None = None,
     ends: Sequence[int] = (),
+    vocabulary: int = 0,
 ) -> AsyncIterator[Fleet]:
     """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
@@ -59,6 +60,7 @@ async def connect(
       image_token: of a model that reads images, the id of the token that stands for a feature of one.
       ends: ids that end every completion unless `ignore_eos`, whatever the servers know of the model: those of its
         tokenizer, `adapters.tokenizer.stop_ids`.
+      vocabulary: number of the model's tokens; an answer with another id is a server's failure. 0 = unknown.
 
     Raises ServerError if a server or a stager does not answer, ValueError for invalid addresses, and if one refuses the
     key.
@@ -82,8 +84,14 @@ async def connect(
         servers = await asyncio.gather(
             *(
                 connect_server(
-                    url, http, ready_s=ready_s, reach_s=timeouts.reach_s, key_variable=key_variable, handover=handover
-                )
+                    url,
+                    http,
+                    ready_s=ready_s,
+                    reach_s=timeouts.reach_s,
+                    key_variable=key_variable,
+                    handover=handover,
+                    vocabulary=vocabulary,
+                )  # fmt: skip
                 for url in urls
             )
         )

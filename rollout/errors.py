@@ -1,4 +1,4 @@
-"""The error that is retried."""
+"""The errors that are retried."""
 
 
 class ServerError(RuntimeError):
@@ -6,4 +6,11 @@ class ServerError(RuntimeError):
 
     Raised by areax's own clients only. Any other exception from a workflow, RuntimeError included, is a bug in the
     user's code and ends the run.
+    """
+
+
+class WrongSample(ServerError):
+    """A sample that must not be trained on: a wrong value in it would become another token or another policy.
+
+    An episode that returns one is retried, then left out, as for a failing server.
     """

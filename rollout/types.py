@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 Finish = Literal["stop", "length", "abort", "error"]
+LARGEST_LOGP = 1e-3  # nats: a log-probability is at most 0, up to rounding
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,11 @@
 import asyncio
 import base64
 import contextlib
+import datetime
+import email.utils
 import json
+import math
+import re
 
 import aiohttp.web
 import numpy as np
@@ -27,6 +31,7 @@ from scripted import (
 
 from areax.rollout import client
 from areax.rollout.fleet.push import push_weights
+from areax.rollout.processes import http_later
 from areax.rollout.servers import endpoint
 from areax.rollout.types import sampled
 
@@ -101,6 +106,14 @@ def test_a_server_error_names_url_path_status_and_body():
     run(main)
 
 
+def logp_is(value):
+    return lambda meta: meta["output_token_logprobs"][1].__setitem__(0, value)
+
+
+def finish_is(value):
+    return lambda meta: meta["finish_reason"].update(type=value)
+
+
 def bad(change):
     whole = reply([1, 2], [-1.0, -2.0], [V0, V0], "stop")
     change(whole["meta_info"])
@@ -114,15 +127,102 @@ def bad(change):
         (lambda meta: meta["weight_versions"].pop(), "cover each token once"),
         (lambda meta: meta["output_token_logprobs"].pop(), "logprobs of 1 tokens do not belong"),
         (lambda meta: meta["output_token_logprobs"][0].__setitem__(1, 7), "do not belong"),
-        (lambda meta: meta["output_token_logprobs"][1].__setitem__(0, None), "missing or not fin"),
+        (lambda meta: meta["output_token_logprobs"][1].__setitem__(0, None), "a finite number of at most 0, got None"),
         (lambda meta: meta.pop("finish_reason"), "lacks what a single request returns"),
+        *((logp_is(x), "must be a finite number of at most 0") for x in (0.5, math.nan, -math.inf, "x", True)),
+        *((finish_is(x), "the finish must be one of stop, length") for x in ("tired", 7, None)),
+        (lambda meta: meta.update(finish_reason="stop"), "lacks what a single request returns"),
+        (lambda meta: meta["weight_versions"][0].update(version=5), "a version must be a string, got 5"),
+        (lambda meta: meta["weight_versions"][0].update(end=10**12), "without gap or overlap, up to 2 tokens"),
+        (lambda meta: meta["weight_versions"][0].update(end="2"), "lacks what a single request returns"),
+        (lambda meta: meta.update(lora_path=5), "a text must be a string, got 5"),
     ],
 )
 def test_an_inconsistent_answer_is_refused(change, message):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.script = [answers(200, bad(change))]
-            with pytest.raises(RuntimeError, match=message):
+            with pytest.raises(RuntimeError, match=message) as error:
+                await fleet.generate([1])
+            assert str(error.value).startswith(f"{a.url}/generate: ") and "\n" not in str(error.value)
+
+    run(main)
+
+
+@pytest.mark.parametrize("token", [-7, 50, 2**40, 5.5, "5", None, True, [5]])
+def test_a_token_that_the_model_does_not_have_is_refused_streamed_or_not(token):
+    async def main():
+        async with serving() as a, client.connect([a.url], vocabulary=50) as fleet:
+            for on_tokens in (None, lambda tokens: None):
+                body = reply([1, token], [-1.0, -2.0], [V0, V0], "stop")
+                a.script = [streamed(body) if on_tokens else answers(200, body)]
+                with pytest.raises(RuntimeError, match=f"^{a.url}/generate: .*from 0 on, below the vocabulary size 50"):
+                    await fleet.generate([1], on_tokens=on_tokens)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (b'{"text": "\xff"}', "the answer is not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[1, 2]", "must be a JSON object"),
+        (b"<html>\x1b[31m" + b"x" * 10**6, "lacks what a single request returns"),
+        (b'{"output_ids": 3, "meta_info": {}}', "output_ids must be a list"),
+        (b'{"output_ids": [3], "meta_info": null}', "lacks what a single request returns"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_any_kind_are_an_error_of_the_server(body, message, stream):
+    async def handler(request, _):
+        return aiohttp.web.Response(body=b"data: " + body + b"\n\ndata: [DONE]\n\n" if stream else body)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [handler]
+            with pytest.raises(RuntimeError) as error:
+                await fleet.generate([1], on_tokens=(lambda tokens: None) if stream else None)
+            said = str(error.value)
+            assert said.startswith(f"{a.url}/generate: ") and len(said) < 600 and said.isprintable()
+            assert stream or re.search(message, said), said
+
+    run(main)
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 503])
+def test_a_server_that_asks_to_come_later_is_asked_later(status):
+    async def later(request, _):
+        return aiohttp.web.Response(status=status, headers={"Retry-After": "0.3"})
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [later]
+            begun = asyncio.get_running_loop().time()
+            check(await fleet.generate([1], max_new_tokens=3), [1], 3)
+            assert asyncio.get_running_loop().time() - begun >= 0.3 and len(a.generated()) == 2
+            a.refuse["/model_info"] = later
+            with pytest.raises(RuntimeError, match=f"HTTP {status}"):
+                await fleet.servers[0].api.weight_label(timeout_s=0.5)
+
+    run(main)
+
+
+def test_how_long_a_server_asks_to_wait():
+    soon = email.utils.format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30))
+    assert http_later.wait_s("7") == 7 and 25 < http_later.wait_s(soon) <= 30
+    assert http_later.wait_s("1e9") == http_later.LONGEST_WAIT_S
+    assert [http_later.wait_s(x) for x in ("", "soon", "-5", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT")] == [0] * 6
+
+
+def test_a_redirect_is_not_followed():
+    async def away(request, _):
+        raise aiohttp.web.HTTPTemporaryRedirect("http://127.0.0.1:9/secret?key=1")
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [away]
+            with pytest.raises(RuntimeError, match="HTTP 307: it redirects to .*give the server's own address"):
                 await fleet.generate([1])
 
     run(main)
@@ -784,3 +884,16 @@ def test_a_stream_that_ends_with_an_error_raises_it(code, kind):
                 await fleet.generate([1, 2], max_new_tokens=4, on_tokens=lambda _: None)
 
     asyncio.run(main())
+
+
+def test_two_runs_on_one_server_do_not_take_it_from_each_other_for_ever(tmp_path):
+    async def main():
+        async with serving() as server, client.connect([server.url]) as one, client.connect([server.url]) as other:
+            await push_weights(one, tmp_path, V1)
+            await push_weights(other, tmp_path, V2)
+            with pytest.raises(RuntimeError, match="no usable .*another run has given it weights"):
+                for _ in range(10):
+                    await one.generate([1], max_new_tokens=1)
+                    await other.generate([1], max_new_tokens=1)
+
+    run(main)

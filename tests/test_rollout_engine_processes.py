@@ -123,6 +123,7 @@ def check_refusals(server, models, folders):
             link.unlink()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "devices, atol", [pytest.param(1, 0, marks=pytest.mark.mesh), pytest.param(2, 1e-5, marks=pytest.mark.wide)]
 )
@@ -158,6 +159,7 @@ def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
         assert "http://" not in server.said(1)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.mesh
 @pytest.mark.parametrize("killed", [0, 1])

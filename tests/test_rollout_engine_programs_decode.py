@@ -220,6 +220,7 @@ def in_blocks(monkeypatch):
     monkeypatch.setattr(staging, "LEAST", 1)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_xla_computes(in_blocks, compiled):
     config, params = model("qwen3")
     with Engine(config, params, **SIZES) as engine:

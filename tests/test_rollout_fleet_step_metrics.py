@@ -15,7 +15,8 @@ from areax.rollout.fleet import step_metrics
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.scheduling import executor
 from areax.rollout.servers import gauges, server
-from areax.rollout.servers.sglang import SGLang, _slots
+from areax.rollout.servers.sglang import SGLang
+from areax.rollout.servers.sglang_answers import slots
 from areax.rollout.simulation import clock
 from areax.rollout.simulation import server as rates
 from areax.rollout.types import Completion, sampled
@@ -269,7 +270,7 @@ def test_live_metrics():
     ],
 )
 def test_slots_are_read_from_the_server_info(info, wanted):
-    assert _slots(info) == wanted
+    assert slots(info) == wanted
 
 
 def test_watchers_receive_events_without_a_journal_file():

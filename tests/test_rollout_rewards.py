@@ -53,6 +53,24 @@ def act(text, row):
         if not os.path.exists(row["seen"]):
             open(row["seen"], "w").close()
             os._exit(3)
+    if text == "fork":  # and the child answers, too
+        return 0.75 if os.fork() else 0.25
+    if text == "garble":  # whatever is open: the pool's pipe is among it
+        for number in range(3, 64):
+            try:
+                os.write(number, b"not a frame, of no use to anybody")
+            except OSError:
+                pass
+    if text == "forge":
+        answer = b'{"memory": 1, "answers": [[123456, "scored", [1.0, {}, []]]]}'
+        for number in range(3, 64):
+            try:
+                os.write(number, len(answer).to_bytes(4, "little") + answer)
+            except OSError:
+                pass
+    if text == "daemon":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        return child.pid
     if text == "leak":
         KEPT.append(b"x" * 20_000_000)
         return len(KEPT)
@@ -224,6 +242,24 @@ def test_a_hanging_reward_is_killed_with_its_children_and_only_its_sample_is_los
             time.sleep(0.05)
         else:
             raise AssertionError(f"process {pid} survived")
+
+
+@pytest.mark.parametrize("text", ["fork", "garble", "forge"])
+def test_a_reward_that_breaks_its_worker_costs_at_most_its_sample(file, text):
+    out, counts = ask(f"{file}:act", [*["ok"] * 8, text, *["ok"] * 8], workers=1, timeout_s=2.0, retries=0)
+    assert [x.value for i, x in enumerate(out) if i != 8] == [1.0] * 16
+    assert out[8].value == 0.75 if text == "fork" else math.isnan(out[8].value)
+    assert counts["scored"] + counts["died"] == 17
+
+
+def test_what_a_reward_starts_in_another_session_ends_with_its_worker(file):
+    [out], _ = ask(f"{file}:act", ["daemon"], workers=1)
+    pid = int(out.value)
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}") or state(pid) == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} survived")
 
 
 def state(pid):

@@ -318,3 +318,20 @@ def test_programs_that_cannot_run_are_errors():
             asyncio.run(run(["true"], files={name: ""}))
     with pytest.raises(RuntimeError, match="cannot run no-such-program: No such file"):
         asyncio.run(run(["no-such-program"]))
+
+
+MEMFD = """
+import ctypes, os
+try:
+    number = os.memfd_create("hidden")
+    os.ftruncate(number, 2**30)
+    print("has it")
+except OSError as error:
+    print(type(error).__name__, error.errno)
+print(ctypes.CDLL(None, use_errno=True).shmget(0, 2**20, 0o1600))
+"""
+
+
+def test_memory_that_no_limit_counts_is_refused():
+    result = asyncio.run(run_python(MEMFD))
+    assert (result.stdout, result.code) == ("PermissionError 1\n-1\n", 0), result

@@ -958,3 +958,65 @@ def test_epochs_differ():
     prompts = Prompts(range(50))
     epochs = [[prompts[e * 50 + i] for i in range(50)] for e in range(3)]
     assert epochs[0] != epochs[1] != epochs[2] != list(range(50))
+
+
+# -- what workflows do wrong -----------------------------------------------------------------------
+
+
+def group_of(workflow, rows, size=2):
+    _, generate = sleeper(lambda seed: 1.0)
+    return play(rollouts(workflow, generate, rows, group_size=size, seed=0))
+
+
+def test_a_workflow_cannot_change_a_row_for_others():
+    seen = []
+
+    async def workflow(generate, row):
+        seen.append(json.dumps(row))
+        row["messages"].append("more")
+        row["answer"] = 7
+        return sampled([1], await generate([1]), temperature=1.0)
+
+    rows = [{"messages": ["one"], "answer": 1}]
+    group_of(workflow, rows, size=3)
+    assert rows == [{"messages": ["one"], "answer": 1}] and set(seen) == {json.dumps(rows[0])}
+
+
+def test_an_episode_with_a_wrong_sample_is_played_again(caplog):
+    calls = itertools.count()
+
+    async def workflow(generate, row):
+        sample = sampled([1], await generate([1]), temperature=1.0)
+        return sample.replace(weight=float("nan")) if next(calls) == 0 else sample
+
+    [samples] = group_of(workflow, [{"id": "first"}])
+    assert len(samples) == 2 and next(calls) == 3
+    assert "weight must be above 0 and finite, got nan; row id 'first'" in caplog.text
+
+
+def test_wrong_samples_again_and_again_end_the_run_with_the_reason():
+    async def workflow(generate, row):
+        sample = sampled([1], await generate([1]), temperature=1.0)
+        return sample.replace(tokens=sample.tokens - 9)
+
+    async def main():
+        _, generate = sleeper(lambda seed: 1.0)
+        options = dict(group_size=2, groups_per_batch=1, eta=0, max_concurrent=2, vocabulary=50)
+        async with Executor(workflow, generate, Prompts(ROWS), **options) as executor:
+            executor.admit(0)
+            await executor.batch(0)
+
+    with pytest.raises(ServerError, match=r"8 groups in a row failed.*tokens must lie in \[0, vocabulary size 50\)"):
+        play(main())
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [(SystemExit("no more"), "the workflow exited .'no more'."), (asyncio.CancelledError(), "raised CancelledError")],
+)
+def test_a_workflow_that_would_end_the_process_ends_the_run_with_a_reason(error, words):
+    async def workflow(generate, row):
+        raise error
+
+    with pytest.raises(ValueError, match=f"{words}.*row id 0"):
+        group_of(workflow, ROWS[:1])

@@ -15,7 +15,8 @@ from areax.rollout.fleet import health
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.concurrency import BACKOFF, MEMORY, Limit, Report
 from areax.rollout.servers.server import Server
-from areax.rollout.servers.sglang import SGLang, load_report
+from areax.rollout.servers.sglang import SGLang
+from areax.rollout.servers.sglang_answers import load_report
 from areax.rollout.simulation import clock
 from areax.rollout.simulation import server as rates
 

@@ -8,7 +8,8 @@ import virtual
 
 from areax.rollout.servers.labels import read_label
 from areax.rollout.servers.server import Server
-from areax.rollout.servers.sglang import SGLang, _adapter_refusal
+from areax.rollout.servers.sglang import SGLang
+from areax.rollout.servers.sglang_answers import adapter_refusal
 from areax.rollout.simulation import clock
 from areax.rollout.weights import lora
 
@@ -28,7 +29,7 @@ ABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj
     ],
 )
 def test_which_servers_accept_adapters(changes, words):
-    said = _adapter_refusal(ABLE | changes, 8, ["q_proj", "v_proj"])
+    said = adapter_refusal(ABLE | changes, 8, ["q_proj", "v_proj"])
     assert words in said and bool(said) == bool(words)
 
 

@@ -71,7 +71,7 @@ def test_the_sample_is_prompt_completion_and_reward(tokenizer):
     assert sample.temperature == 0.7 and sample.finish == "stop"
     assert sample.reward == 1.1 and sample.rewards == ((n + 1, 1.1),)
     assert sample.components == {"exact": 1.0, "length": 0.1}
-    assert sample.info["text"] == "5" and sample.info["row"] is row
+    assert sample.info["text"] == "5" and sample.info["row"] == row
     assert sample.info["prompt"] == "<user>2+3<end><assistant>"
 
 

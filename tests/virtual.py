@@ -130,10 +130,10 @@ class Engine:
                 break
             ids.append(token_at(index))
             labels.append(self.label)
-            truth.append(-float(version_of(self.sampling(body))))
+            truth.append(-float(max(0, version_of(self.sampling(body)))))
         answer = reply(ids, truth, labels, finish)
         if "logprob_start_len" in body:  # the prompt is prefilled with the current weights
-            known = [[-float(version_of(self.sampling(body))), token, None] for token in body["input_ids"][1:]]
+            known = [[-float(max(0, version_of(self.sampling(body)))), token, None] for token in body["input_ids"][1:]]
             answer["meta_info"]["input_token_logprobs"] = [[None, body["input_ids"][0], None], *known]
         return answer
 

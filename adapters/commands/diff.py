@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ...rollout.processes.printable import printable
 from .. import hf, peft, safetensors
-from ..command_line.printable import printable
 from ..runtime import hub
 from ..tracking import progress
 

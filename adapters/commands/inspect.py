@@ -19,9 +19,9 @@ from ...core import param
 from ...models import lora
 from ...models.layers import score_head
 from ...parallel import mesh, rules
+from ...rollout.processes.printable import printable
 from ...rollout.servers.engine_mesh import EngineMesh
 from .. import gguf, hf, orbax, peft, safetensors, tokenizer
-from ..command_line.printable import printable
 from ..data import images
 from ..runtime import hub
 from ..tracking import run_dir

@@ -383,6 +383,7 @@ class Fleet:
           begun: the label of the completion's last token so far.
         """
         busy = broken = 0
+        asked_s = 0.0  # how long a server asked to wait
         while True:
             with self.waits.timed():
                 server = await self._acquire(prompt)
@@ -394,6 +395,7 @@ class Fleet:
                 part = lora.stamped(server, name, part)
             except Busy as error:
                 trouble.append(str(error))
+                asked_s = error.wait_s
                 self.counts["busy"] += 1
                 if server.limit.refused(sent, asyncio.get_running_loop().time()):
                     self.counts["lowered"] += 1
@@ -435,7 +437,7 @@ class Fleet:
             finally:
                 server.load -= 1
                 self._wake()
-            await asyncio.sleep(backoff(busy))
+            await asyncio.sleep(max(backoff(busy), asked_s))
             busy += 1
 
     async def _verified(self, server: Server, attempt: Attempt, adapter: str) -> Part:
@@ -585,6 +587,7 @@ class Fleet:
             reach_s=self.timeouts.reach_s,
             key_variable=self.servers[0].api.key_variable,
             handover=self.servers[0].handover,
+            vocabulary=self.servers[0].api.vocabulary,
         )
         if others:
             server.stager = others.at(stager.rstrip("/"))

@@ -3,6 +3,7 @@
     healthy -> suspect -> healthy                       a connection failed, but it answers and has its weights
                suspect -> dead -> restarting -> stale   it does not answer, and we can restart it
     healthy -> weights_unknown | stale -> healthy       it loads the published version in full
+               stale -> dead                            another run keeps giving it other weights
     dead -> healthy                                     it answers again and has loaded
 
 A server always loads the newest published version before it gets a request.
@@ -16,11 +17,14 @@ import logging
 
 from ..errors import ServerError
 from ..servers.concurrency import Limit
+from ..servers.labels import version_of
 from ..servers.server import Server
 from ..weights import load, lora
 from .fleet import Fleet, Restart, labels_of
 
 log = logging.getLogger(__name__)
+
+TAKEN = 3  # times that a server is taken back from another run
 
 
 async def recover(fleet: Fleet, server: Server) -> None:
@@ -42,6 +46,12 @@ async def _recover(fleet: Fleet, server: Server) -> None:
         except (ServerError, ValueError) as error:
             fleet.set_state(server, "dead", str(error))
         else:
+            if _of_another_run(fleet, server, label):
+                server.taken += 1
+                if server.taken == TAKEN:
+                    why = f"another run has given it weights {label!r}, for the {TAKEN}rd time since this run began"
+                    fleet.set_state(server, "dead", f"{server.url}: {why}; give each run servers of its own")
+                    return
             if server.state == "suspect" and not server.released and await _is_unharmed(fleet, server, label):
                 return
             try:
@@ -56,6 +66,12 @@ async def _recover(fleet: Fleet, server: Server) -> None:
         if server.state == "dead" and fleet.restart:
             await _restart(fleet, server, fleet.restart)
         await asyncio.sleep(timeouts.backoff(failed))
+
+
+def _of_another_run(fleet: Fleet, server: Server, label: str) -> bool:
+    """Whether the weights that a server reports were published, but not by this run: two runs on one server would take
+    it from each other for ever."""
+    return version_of(label) >= 0 and label not in (*server.labels, server.base, *labels_of(fleet.published))
 
 
 async def _is_unharmed(fleet: Fleet, server: Server, label: str) -> bool:

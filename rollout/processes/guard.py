@@ -16,9 +16,13 @@ _guard: subprocess.Popen | None = None
 _entries: dict[str, str] = {}  # what the guard has been told: process groups and folders
 
 
-def process(pid: int, grace_s: float = GRACE_S) -> None:
-    """Registers a child that leads a process group (`start_new_session`)."""
-    _add(f"{pid}", f"+{pid} {grace_s}")
+def process(pid: int, grace_s: float = GRACE_S, mark: str = "") -> None:
+    """Registers a child that leads a process group (`start_new_session`).
+
+    Args:
+      mark: of its environment, as in `orphan_guard.kill_marked`; "" = none.
+    """
+    _add(f"{pid}", f"+{pid} {grace_s} {mark}")
 
 
 def process_ended(pid: int) -> None:

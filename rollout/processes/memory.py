@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,15 @@ PROCESS, WORKER = 200_000_000, 10_000_000  # bytes that a process with JAX, and 
 def of_machine() -> int:
     """This machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resident() -> int:
+    """Bytes of memory that this process uses; the peak if the system does not report the current use."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def of_devices(local: Sequence[Any]) -> float:

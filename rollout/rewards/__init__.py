@@ -24,7 +24,7 @@ from typing import Any, Literal
 from .. import object_path
 from ..processes.environment import passed
 from .signatures import Score, bind, score, whole
-from .worker import Call, Worker
+from .worker import Call, Garbled, Worker
 
 __all__ = ["Pool", "Score", "check", "none", "pool", "score", "whole"]
 log = logging.getLogger(__name__)
@@ -215,10 +215,14 @@ class Pool:
     async def _keep(self, worker: Worker) -> None:
         """Receives the answers of a worker and replaces it when it ends."""
         while True:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
                 while worker.running or not worker.retiring:
-                    self._settle(worker, **await worker.receive())
+                    self._settle(worker, *await worker.answers())
                 self.counts["recycled"] += 1
+            except Garbled as error:
+                log.warning("reward %s: replacing a worker whose answers are garbled: %s", self.name, error)
+            except (asyncio.IncompleteReadError, ConnectionError):  # it died
+                pass
             worker.retiring = True
             self._lose(worker)
             await worker.end()
@@ -235,14 +239,12 @@ class Pool:
                 await asyncio.sleep(attempt)
         return await self._launch()
 
-    def _settle(self, worker: Worker, memory: int, answers: Sequence[tuple[int, str, Any]]) -> None:
+    def _settle(self, worker: Worker, memory: int, answers: Sequence[tuple[Call, str, Any]]) -> None:
         shared = self._mode == "batched" and len(answers) > 1
-        for id, outcome, told in answers:
-            call = worker.running.pop(id)
+        for call, outcome, told in answers:
             if outcome == "scored":
                 self.counts["scored"] += 1
-                value, parts, steps = told
-                call.settle(Score(value, parts, tuple(map(tuple, steps))))
+                call.settle(told)
             else:
                 self._fail(call, outcome, told, guilty=not shared)
         if self._mode == "plain":
@@ -306,4 +308,4 @@ class Pool:
                 oldest = next(iter(worker.running.values()), None)
                 if oldest and clock() - oldest.since > timeout_s:
                     worker.late = oldest
-                    worker.kill()
+                    await asyncio.to_thread(worker.kill)

@@ -20,6 +20,7 @@ from yarl import URL
 
 from ..errors import ServerError
 from ..processes import json_rows, keys
+from ..processes.http_later import LATER, wait_s
 
 LARGEST = 1 << 20  # bytes of an answer
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
@@ -39,8 +40,8 @@ def post(
         addresses.
       allow: hosts, as written in the URL, that rows may use whatever their addresses.
       timeout_s: seconds per attempt.
-      attempts: made if the server is unreachable, late, busy (429) or broken (5xx). All of them together, with the
-        pauses in between, should fit into the timeout of the pool.
+      attempts: made if the server is unreachable, late, busy (408, 425, 429) or broken (5xx). All of them together,
+        with the pauses in between, which a server may lengthen (Retry-After), should fit into the timeout of the pool.
     """
 
     async def reward(text: str, row: Mapping[str, Any], *, prompt: str | None = None) -> Any:
@@ -90,18 +91,18 @@ async def ask(
     resolver = None if host in allow else Checked()
     if resolver and (":" in host or not any(character.isalpha() for character in host)):
         check(host, host)  # a literal address bypasses the resolver
-    trouble = ""
+    trouble, asked_s = "", 0.0
     for attempt in range(attempts):
         if attempt:
-            await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+            await asyncio.sleep(max(asked_s, FIRST_DELAY_S * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)))
         # One session per attempt: rewards are few, and a shared session would outlive its event loop.
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
         limit = aiohttp.ClientTimeout(total=timeout_s)
         async with aiohttp.ClientSession(connector=connector, timeout=limit, headers=headers) as http:
             try:
                 async with http.post(address, json=body, allow_redirects=False) as answer:
-                    if answer.status == 429 or answer.status >= 500:
-                        trouble = f"HTTP {answer.status}"
+                    if answer.status in LATER or answer.status >= 500:
+                        trouble, asked_s = f"HTTP {answer.status}", wait_s(answer.headers.get("Retry-After", ""))
                         continue
                     if answer.status != 200:
                         what = "redirects are refused" if answer.status // 100 == 3 else answer.reason

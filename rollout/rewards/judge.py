@@ -92,6 +92,8 @@ def judge(
             reply = answer["text"] if native else answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ServerError(f"{keys.redacted(url)}: not a chat completion: {answer!r:.80}") from None
+        if reply is not None and not isinstance(reply, str):
+            raise ServerError(f"{keys.redacted(url)}: a reply must be a text, got {reply!r:.80}")
         return grade(reply or "", pattern, top)
 
     return reward

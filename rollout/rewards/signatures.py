@@ -13,6 +13,7 @@ CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # parameters of verl's compute_score
 
 LARGEST = 3.4028234663852886e38  # of float32, in which training has rewards
+COMPONENTS, LONGEST_NAME = 256, 100  # most components of a reward, and characters of a component's name
 KINDS = "a number, a dict of numbers, a list of (end, reward) pairs or None"
 
 
@@ -51,7 +52,9 @@ def score(value: Any) -> Score:
         return Score(_number(value))
     if not value:
         raise ValueError(f"a reward must be {KINDS}, got an empty dict")
-    components = {str(name): _number(part) for name, part in value.items()}
+    if len(value) > COMPONENTS:
+        raise ValueError(f"a reward must have at most {COMPONENTS} components, got {len(value)}")
+    components = {str(name)[:LONGEST_NAME]: _number(part) for name, part in value.items()}
     total = components.pop("reward", None)
     return Score(_number(sum(components.values())) if total is None else total, components)
 

@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import pickle
-import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,9 +23,10 @@ from typing import Any, BinaryIO
 
 from .. import object_path
 from ..errors import ServerError
-from ..processes import guard
+from ..processes import guard, memory, orphan_guard
 from .signatures import Bound, Score, bind, bind_as_called, score
 
+LARGEST = 2**26  # bytes of a frame
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
 
 
@@ -57,6 +58,10 @@ class Call:
             self.answer.set_result(outcome)
 
 
+class Garbled(ConnectionError):
+    """A worker's stream of answers holds something else, which the reward, or a process it forked, has written."""
+
+
 @dataclass(eq=False)
 class Worker:
     """A process that runs `serve`.
@@ -68,6 +73,7 @@ class Worker:
       memory: bytes in use after its first answer, from which growth is measured.
       retiring: it gets no more calls.
       late: the call that exceeded the timeout, for which it was killed.
+      mark: of its environment, and so of all that it starts (`orphan_guard.kill_marked`).
     """
 
     process: subprocess.Popen
@@ -80,12 +86,14 @@ class Worker:
     memory: int = 0
     retiring: bool = False
     late: Call | None = None
+    mark: str = ""
 
     @classmethod
     async def start(cls, name: str, timeout_s: float, environ: Mapping[str, str], as_called: bool = False) -> Worker:
         """Starts a fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
         main script again, which may import JAX; being in a new session, it gets no Ctrl-C and is killed together
-        with its children. Its environment is `environ`."""
+        with its children. Its environment is `environ`, and a mark by which children in other sessions are found."""
+        mark = secrets.token_hex(8)
         ours, theirs = socket.socketpair()
         # Answers use a pipe: a socket whose peer dies with unread calls also drops the answers in transit.
         answers, out = os.pipe()
@@ -104,18 +112,20 @@ class Worker:
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno(), out],
-                    env=environ,
+                    env={**environ, orphan_guard.MARK: mark},
                     start_new_session=True,
                 )
             except OSError as error:
                 writer.close()
                 raise ServerError(f"reward {name}: cannot start a worker process ({error})") from error
-        guard.process(process.pid)
-        worker = cls(process, reader, writer)
+        guard.process(process.pid, mark=mark)
+        worker = cls(process, reader, writer, mark=mark)
         try:
             async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that coincides with the greeting
                 greeting = await worker.receive()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+            if "error" not in greeting:
+                worker.mode, worker.wants = greeting["mode"], tuple(greeting["wants"])
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, KeyError, TypeError) as error:
             await worker.end()
             raise ServerError(
                 f"reward {name}: its worker did not start ({type(error).__name__}); see its output"
@@ -126,7 +136,6 @@ class Worker:
         if "error" in greeting:
             await worker.end()
             raise ValueError(greeting["error"])
-        worker.mode, worker.wants = greeting["mode"], tuple(greeting["wants"])
         return worker
 
     def send(self, calls: Sequence[Call]) -> None:
@@ -139,36 +148,77 @@ class Worker:
         self.writer.write(len(frame).to_bytes(4, "little") + frame)
 
     async def receive(self) -> dict[str, Any]:
+        """The next frame; raises Garbled if it is none, IncompleteReadError or ConnectionError at the stream's end."""
         size = int.from_bytes(await self.reader.readexactly(4), "little")
-        return json.loads(await self.reader.readexactly(size))
+        if size > LARGEST:
+            raise Garbled(f"a frame of {size} bytes")
+        data = await self.reader.readexactly(size)
+        try:
+            frame = json.loads(data)
+        except (ValueError, RecursionError):
+            frame = None
+        if not isinstance(frame, dict):
+            raise Garbled(f"{data[:40]!r}")
+        return frame
+
+    async def answers(self) -> tuple[int, list[tuple[Call, str, Any]]]:
+        """The memory in bytes that the worker reports, and its next answers, whose calls no longer run: (call,
+        outcome, Score or message). Raises as `receive`."""
+        frame = await self.receive()
+        try:
+            used, told = int(frame["memory"]), [(id, str(outcome), what) for id, outcome, what in frame["answers"]]
+            scores = [_score(what) if outcome == "scored" else str(what) for _, outcome, what in told]
+            if not {outcome for _, outcome, _ in told} <= {"scored", "raised", "late"}:
+                raise ValueError(f"outcomes of {told}")
+            calls = [self.running[id] for id, _, _ in told]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Garbled(f"an answer to no call, or of another form ({type(error).__name__}: {error!s:.80})") from None
+        for id, _, _ in told:
+            self.running.pop(id, None)
+        return used, [(call, outcome, what) for call, (_, outcome, _), what in zip(calls, told, scores, strict=True)]
 
     def suspects(self) -> list[Call]:
         """The calls that it is running now."""
         return list(self.running.values())[: 1 if self.mode == "plain" else None]
 
     def kill(self) -> None:
-        """Kills it and its children, without waiting."""
+        """Kills it and all that it has started, in other sessions, too; one of these may hold its stream of answers
+        open. Looks through all processes of the machine, so it belongs into a thread."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+        orphan_guard.kill_marked(self.mark)
 
     async def end(self) -> None:
-        """Kills it and its children, and waits: a large process takes a while to exit."""
-        self.kill()
+        """Kills it and all that it has started, and waits: a large process takes a while to exit."""
         self.writer.close()
         try:
-            await asyncio.to_thread(self.process.wait)
+            await asyncio.to_thread(self._end)
         except asyncio.CancelledError:  # perhaps before a thread started to wait
-            self.process.wait()
+            self._end()
             raise
         finally:
             guard.process_ended(self.process.pid)
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
 
+    def _end(self) -> None:
+        self.kill()
+        self.process.wait()
+
+
+def _score(told: Any) -> Score:
+    """A Score as `_scored` sends it; raises TypeError or ValueError for anything else."""
+    value, components, steps = told
+    numbers = [value, *components.values(), *(reward for _, reward in steps)]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError("a reward that is no number")
+    return score(Score(float(value), components, tuple((int(end), float(reward)) for end, reward in steps)))
+
 
 def serve(handle: int, answers: int, name: str, timeout_s: float, as_called: bool) -> None:
     """The main function of a worker: resolves the reward, then answers calls until their stream ends."""
+    _owner.append(os.getpid())
     with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
         try:
             function = object_path.resolve(name)
@@ -238,10 +288,15 @@ def _scored(result: Any) -> tuple[str, tuple]:
 
 
 def _answers(answers: Sequence[tuple]) -> bytes:
-    return _frame({"memory": _memory(), "answers": answers})
+    return _frame({"memory": memory.resident(), "answers": answers})
+
+
+_owner: list[int] = []  # the worker's process id
 
 
 def _put(out: BinaryIO, data: bytes) -> None:
+    if os.getpid() not in _owner:  # the reward forked, and its child has returned from it
+        os._exit(0)
     left = memoryview(data)
     while left:
         left = left[out.write(left) :]
@@ -250,12 +305,3 @@ def _put(out: BinaryIO, data: bytes) -> None:
 def _frame(content: Mapping[str, Any]) -> bytes:
     data = json.dumps(content).encode()
     return len(data).to_bytes(4, "little") + data
-
-
-def _memory() -> int:
-    """Bytes of memory this process uses; the peak if the system does not report the current use."""
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize()
-    except FileNotFoundError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

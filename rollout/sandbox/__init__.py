@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,9 +30,11 @@ from ..processes import folders
 log = logging.getLogger(__name__)
 
 CONFINE = str(Path(__file__).with_name("supervisor.py"))
+AT_ONCE = 4 * (os.cpu_count() or 1)  # commands of an event loop
 STOP_S = 10.0  # for the supervisor to kill everything once it is asked to
 # The last line of a traceback: MemoryError, or numpy's numpy._core._exceptions._ArrayMemoryError.
 OUT_OF_MEMORY = re.compile(r"[\w.]*MemoryError\b")
+_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Limits:
       timeout_s: wall-clock time, including the start of the supervisor (about 50 ms).
       cpu_s: CPU time of each process, rounded up to whole seconds; None = `timeout_s`.
       memory_bytes: address space of each process, and resident memory of all together. The kernel enforces the first;
-        the second is checked 20 times a second and misses shared memory that no process maps.
+        the second is checked 20 times a second. Memory that no process needs to map (memfd_create, System V) is
+        refused; that of files is bounded by `files_bytes`.
       output_bytes: of stdout and of stderr, each.
       files_bytes: of each file; with `isolation().files` also of all files together, plus 1 MiB.
       processes: processes and threads at the same time.
@@ -143,7 +147,8 @@ async def run(
     """Runs a command in a fresh folder that is its working directory and HOME.
 
     Its environment is PATH, HOME, TMPDIR and LANG; it inherits no file descriptors. When this returns or is cancelled,
-    all its processes are dead and the folder is removed.
+    all its processes are dead and the folder is removed. At most AT_ONCE run in an event loop at a time, so that their
+    memory and files together are bounded; the others wait, which no limit counts.
 
     Args:
       command: program and arguments; a program without a slash is looked up in the system's folders.
@@ -159,13 +164,19 @@ async def run(
         if not name or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"sandbox: a file needs a name without slashes, got {name!r}")
     mode = (await asyncio.to_thread(isolation)).mode
+    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)):
+        return _logged(await _in_a_folder(mode, command, files or {}, stdin, chosen))
+
+
+async def _in_a_folder(
+    mode: str, command: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits
+) -> Result:
     folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
     try:
-        _fill(folder, files or {}, stdin)
-        result = await _supervised(mode, folder, list(command), chosen)
+        _fill(folder, files, stdin)
+        return await _supervised(mode, folder, list(command), limits)
     finally:
         await asyncio.to_thread(_remove, folder)
-    return _logged(result)
 
 
 def _logged(result: Result) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import struct
@@ -12,9 +13,11 @@ from typing import Any
 import xxhash
 
 from .. import events, object_path
-from ..errors import ServerError
+from ..errors import ServerError, WrongSample
 from ..types import Generate, Sample, Workflow
+from .validation import violation
 
+Check = Callable[[Sample], str]
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per episode, if servers fail
@@ -30,12 +33,14 @@ async def rollouts(
     group_size: int = 1,
     max_concurrent: int = 256,
     seed: int | None = None,
+    check: Check = violation,
     on_group: Callable[[], None] = lambda: None,
 ) -> list[list[Sample]]:
     """Samples a group for every row, once and in order, without scheduling; for evaluation.
 
     Rejected episodes are missing from their row's list. At most `max_concurrent` rows run at a time. With a `seed`
-    (needs servers that honour it) the same policy gives the same samples. `on_group` is called when a group is done.
+    (needs servers that honour it) the same policy gives the same samples. `check` as in `group`; `on_group` is called
+    when a group is done.
     Raises the first error; a ServerError once an episode has failed ATTEMPTS times.
     """
     limit, failed = asyncio.Semaphore(max_concurrent), False
@@ -43,7 +48,7 @@ async def rollouts(
     async def one(prompt: int, row: Mapping[str, Any]) -> list[Sample]:
         nonlocal failed
         try:
-            made = await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed)
+            made = await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed, check=check)
             on_group()
             return made
         except BaseException:
@@ -72,15 +77,19 @@ async def group(
     prompt: int,
     size: int,
     seed: int | None,
+    check: Check = violation,
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Samples `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
 
     group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row. The rows
-    of a rollout get weights that sum to 1, in proportion to those the workflow gave them.
+    of a rollout get weights that sum to 1, in proportion to those the workflow gave them. Each attempt at an episode
+    gets a copy of the row of its own: what it writes there, nobody else sees.
 
     Args:
+      check: what is wrong with a sample, "" if nothing is; an episode with such a sample is retried as if its servers
+        had failed.
       on_retry: called before an episode is retried.
       on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
@@ -90,7 +99,9 @@ async def group(
 
     async def episode(index: int) -> list[Sample]:
         try:
-            return await _episode(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+            return await _episode(
+                workflow, generate, row, prompt=prompt, index=index, seed=seed, check=check, on_retry=on_retry
+            )
         except ServerError as error:
             lost.append(error)
             if on_lost is None or len(lost) > size - least:
@@ -116,32 +127,51 @@ async def group(
     ]
 
 
-async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
+async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_retry) -> list[Sample]:
     """The samples of one episode; its events carry the prompt and the episode's index."""
     begun = asyncio.get_running_loop().time()
     with events.context(prompt=prompt, episode=index):
-        samples = await _played(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+        for attempt in itertools.count(1):
+            turns = itertools.count()  # from 0 in each attempt: a retry draws the same tokens
+            try:
+                samples = await _played(workflow, _seeded(generate, seed, prompt, index, turns), row, check)
+                break
+            except ServerError as error:
+                if attempt == ATTEMPTS:
+                    raise
+                log.warning("prompt %d, episode %d, attempt %d: %s", prompt, index, attempt, error)
+                on_retry()
+            await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
         events.emit("episode", begun=begun, rows=samples)
     return samples
 
 
-async def _played(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
-    for attempt in itertools.count(1):
-        turns = itertools.count()  # from 0 in each attempt: a retry draws the same tokens
-        try:
-            result = await workflow(_seeded(generate, seed, prompt, index, turns), row)
-            break
-        except ServerError as error:
-            if attempt == ATTEMPTS:
-                raise
-            log.warning("prompt %d, episode %d, attempt %d: %s", prompt, index, attempt, error)
-            on_retry()
-        await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+async def _played(workflow, generate, row, check: Check) -> list[Sample]:
+    """The samples of one attempt at an episode, checked.
+
+    Raises:
+      ServerError: as the workflow; WrongSample: a sample that `check` refuses.
+      ValueError: the workflow returned something else, or ended itself in a way that would end this process in silence.
+    """
+    try:
+        result = await workflow(generate, copy.deepcopy(row))
+    except SystemExit as error:
+        raise ValueError(f"the workflow exited ({error.code!r:.80}); {object_path.row(row)}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ValueError(
+            f"the workflow raised CancelledError, but nobody cancelled it; {object_path.row(row)}"
+        ) from error
     samples = [] if result is None else result if isinstance(result, list) else [result]
     if not all(isinstance(sample, Sample) for sample in samples):
         raise ValueError(
             f"a workflow must return a Sample, a list of them or None, got {result!r:.80}; {object_path.row(row)}"
         )
+    for sample in samples:
+        if wrong := check(sample):
+            raise WrongSample(f"the workflow returned a sample that cannot be used: {wrong}; {object_path.row(row)}")
     return samples
 
 

@@ -1,7 +1,7 @@
 """JSON calls to one HTTP server, each with an overall deadline.
 
-A call is retried only while it cannot have had an effect: the connection was never made, or the server answered 503.
-Anything else is left to the caller.
+A call is retried only while it cannot have had an effect: the connection was never made, or the server's status says
+that it did not take the request (`LATER`). Anything else is left to the caller.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import aiohttp
 
 from ..errors import ServerError
 from ..processes import keys
+from ..processes.http_later import LATER, wait_s
+from ..processes.printable import printable
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
+MESSAGE = 2**16  # bytes of an error that are read for its message
+LARGEST = 2**30  # bytes of an answer, the experts of many tokens included
 
 
 class Unreached(ServerError):
@@ -25,7 +29,9 @@ class Unreached(ServerError):
 
 
 class Busy(Unreached):
-    """The server answered 503: it is up, but accepts no requests at the moment."""
+    """The server is up, but accepts no requests at the moment; `wait_s` is how long it asks to wait, 0 = unknown."""
+
+    wait_s = 0.0
 
 
 class Broken(ServerError):
@@ -89,7 +95,9 @@ class Endpoint:
                     where, delay = f"{self.url}{path}", backoff(attempt)  # a restart moves the server
                     try:
                         with _connection_errors(where):
-                            async with self.http.request(method, where, json=body, headers=self._headers) as reply:
+                            async with self.http.request(
+                                method, where, json=body, headers=self._headers, allow_redirects=False
+                            ) as reply:
                                 if reply.status == 401 and self.key_variable:
                                     raise ValueError(self._key_refused(where))
                                 answer = await _answer(where, reply, on_event)
@@ -100,6 +108,7 @@ class Endpoint:
                         if reach_s is not None and clock() - began + delay > reach_s:
                             raise
                         last = str(error)
+                        delay = max(delay, getattr(error, "wait_s", 0.0))
                     await asyncio.sleep(delay)
                     attempt += 1
         except TimeoutError:
@@ -107,7 +116,8 @@ class Endpoint:
                 raise
             raise ServerError(f"{last}; gave up after {timeout_s:g} s") from None
         if must_succeed and answer.get("success") is not True:
-            raise ServerError(f"{where}: {answer.get('error_message') or answer.get('message') or answer}")
+            said = answer.get("error_message") or answer.get("message") or answer
+            raise ServerError(f"{where}: {' '.join(str(said).split()):.500}")
         return answer
 
     def _key_refused(self, where: str) -> str:
@@ -133,21 +143,35 @@ async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[
     status = reply.status
     if on_event and status == 200:
         return await _last_event(where, reply, on_event)
-    text = await reply.text()
-    if status == 503:
-        raise Busy(f"{where}: HTTP 503: {text[:200]}")
+    data = bytearray()
+    async for piece in reply.content.iter_any():
+        data += piece
+        if len(data) > LARGEST:
+            raise ServerError(f"{where}: the answer has more than {LARGEST} bytes")
+    shown = _shown(data)
+    if status in LATER:
+        busy = Busy(f"{where}: HTTP {status}: {shown}")
+        busy.wait_s = wait_s(reply.headers.get("Retry-After", ""))
+        raise busy
+    if 300 <= status < 400:
+        target = keys.redacted(reply.headers.get("Location", "nowhere"))
+        raise ServerError(f"{where}: HTTP {status}: it redirects to {target!r:.200}; give the server's own address")
     if 400 <= status < 500:
-        raise ValueError(f"{where}: HTTP {status}: {_message(text)}")
+        raise ValueError(f"{where}: HTTP {status}: {_message(data)}")
     if status != 200:
-        raise ServerError(f"{where}: HTTP {status}: {text[:200]}")
+        raise ServerError(f"{where}: HTTP {status}: {shown}")
     try:
-        answer = json.loads(text)
+        answer = json.loads(data)
+    except RecursionError:
+        raise ServerError(f"{where}: the answer is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ServerError(f"{where}: the answer is not UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError:  # some routes answer with plain text
-        return {"message": text}
+        return {"message": shown}
     if answer is None:  # others with nothing
         return {}
     if not isinstance(answer, dict):
-        raise ServerError(f"{where}: the answer must be a JSON object, got {text[:200]}")
+        raise ServerError(f"{where}: the answer must be a JSON object, got {shown}")
     return answer
 
 
@@ -156,26 +180,40 @@ async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Calla
     last, rest = None, b""
     async for piece in reply.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > LARGEST:
+            raise ServerError(f"{where}: an event has more than {LARGEST} bytes")
         for line in lines:
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]" and last:
                 return last
             if not data or not line.startswith(b"data:"):
                 continue
-            last = json.loads(data)
+            try:
+                last = json.loads(data)
+            except (ValueError, RecursionError):
+                raise ServerError(f"{where}: an event is not JSON: {_shown(data)}") from None
+            if not isinstance(last, dict):
+                raise ServerError(f"{where}: an event must be a JSON object, got {_shown(data)}")
             if "error" in last:
-                kind = ValueError if last["error"].get("code") == 400 else ServerError
-                raise kind(f"{where}: {_message(data.decode())}")
+                error = last["error"]
+                kind = ValueError if isinstance(error, dict) and error.get("code") == 400 else ServerError
+                raise kind(f"{where}: {_message(data)}")
             on_event(last)
     raise Broken(f"{where}: the stream ended before its answer")
 
 
-def _message(text: str) -> str:
+def _shown(data: bytes | bytearray) -> str:
+    """The beginning of an answer, for an error."""
+    return printable(bytes(data[:200]).decode(errors="replace"))
+
+
+def _message(data: bytes | bytearray) -> str:
     """The message in an error body, in either of the two formats that servers use."""
+    text = bytes(data[:MESSAGE]).decode(errors="replace")
     try:
         body = json.loads(text)
         error = body.get("error", body)
         message = error.get("message", text) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         message = text
-    return " ".join(str(message).split())[:500]
+    return printable(" ".join(str(message).split())[:500])

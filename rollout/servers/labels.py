@@ -58,13 +58,15 @@ def per_token(spans: Iterable[Mapping[str, Any]], tokens: int) -> list[str]:
     """
     labels: list[str] = []
     for span in spans:
-        start, end = span["start"], span["end"]
-        if start != len(labels) or end < start:
+        start, end, label = span["start"], span["end"], span["version"]
+        if start != len(labels) or not start <= end <= tokens:
             raise ServerError(
-                f"weight_versions: spans must follow each other without gap or overlap, "
-                f"got [{start}, {end}) after {len(labels)} tokens"
+                f"weight_versions: spans must follow each other without gap or overlap, up to {tokens} tokens, "
+                f"got [{start!r:.40}, {end!r:.40}) after {len(labels)}"
             )
-        labels += [span["version"]] * (end - start)
+        if not isinstance(label, str):
+            raise ServerError(f"weight_versions: a version must be a string, got {label!r:.80}")
+        labels += [label] * (end - start)
     if len(labels) != tokens:
         raise ServerError(
             f"weight_versions: spans must cover each token once, got {len(labels)} labels for {tokens} tokens"

@@ -19,6 +19,8 @@ from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
 STOP_S = 20.0
+PIECE = 2**16  # bytes of output read at a time
+LONGEST_LINE = 500  # characters, in errors
 ALONE = {"AREAX_PROCESSES": "1"}  # a server is a process by itself, also of a run of several (`multihost.processes`)
 
 
@@ -124,9 +126,9 @@ class Local:
         self, process: asyncio.subprocess.Process, output: deque[str], ready: asyncio.Future[str]
     ) -> None:
         assert process.stdout is not None
-        async for raw in process.stdout:
-            self._log.write(line := raw.decode(errors="replace"))
-            output.append(line := line.rstrip())
+        async for line in _lines(process.stdout):
+            self._log.write(f"{line}\n")
+            output.append(line := line.rstrip()[:LONGEST_LINE])
             found = re.match(r"(http://\S+) ", line)
             if found and not ready.done():
                 ready.set_result(found.group(1))
@@ -172,6 +174,19 @@ async def servers(
             yield local
         finally:
             await local.close()
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """The lines of a stream; a line longer than PIECE in pieces, so that whatever is printed, the stream is drained."""
+    rest = b""
+    while piece := await stream.read(PIECE):
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > PIECE:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -66,6 +66,7 @@ class Server:
       cached: prompt prefixes it is expected to have in its cache.
       limit: how many requests it gets at a time, below the fleet's bound.
       pauses: how often it was paused for new weights.
+      taken: how often it was found with weights of another run.
       base: if it serves adapters, the label of the base weights, which it reports.
       adapters: adapters that requests may use, newest last; `using` counts requests per adapter.
     """
@@ -97,6 +98,7 @@ class Server:
     cached: prefix_routing.Cached = field(default_factory=prefix_routing.Cached)
     limit: concurrency.Limit = field(default_factory=concurrency.Limit)
     pauses: int = 0
+    taken: int = 0
     base: str = ""
     adapters: list[str] = field(default_factory=list)
     using: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -153,13 +155,14 @@ async def connect(
     reach_s: float,
     key_variable: str = "",
     handover: Handover | None = None,
+    vocabulary: int = 0,
 ) -> Server:
     """Connects to the server at `url` once it answers; raises as `SGLang.describe`.
 
     Args:
-      key_variable: as `Endpoint.key_variable`.
+      key_variable, vocabulary: as `SGLang` has them.
     """
-    api = SGLang(url, http, reach_s, key_variable)
+    api = SGLang(url, http, reach_s, key_variable, vocabulary)
     info = await api.describe(timeout_s=ready_s)
     return Server(
         api, [info.label], seeded=info.seeded, stages=info.stages, ranks=info.ranks, layout=info.layout,

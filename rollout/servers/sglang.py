@@ -6,28 +6,20 @@ with the methods of `SGLang`.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..errors import ServerError
+from . import sglang_answers as answers
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
-from .labels import per_token
 from .types import Part
 
 LAYOUT = ("dtype", "quantization", "tp_size", "pp_size", "ep_size", "load_format", "version")  # fields of /server_info
-BULKY = (
-    "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
-    "routed_experts",
-)  # fmt: skip
-ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
 @dataclass(frozen=True)
@@ -57,24 +49,30 @@ class Description:
     context: int
 
 
+@dataclass(eq=False)
 class SGLang(Endpoint):
-    """The calls to one server."""
+    """The calls to one server.
+
+    Attributes:
+      vocabulary: number of the model's tokens, whose ids it may return; 0 = unknown.
+    """
+
+    vocabulary: int = 0
 
     async def describe(self, *, timeout_s: float) -> Description:
         """The server's own description; raises as `call`."""
         label = await self.weight_label(timeout_s=timeout_s)
         info = await self.server_info(timeout_s=timeout_s)
-        capacity = _positive(info, "max_total_num_tokens")
         return Description(
             label=label,
             seeded=info.get("enable_deterministic_inference") is True,
             stages=info.get("stages_weights") is True,
-            ranks=int(info.get("tp_size") or 1),
+            ranks=answers.positive(info, "tp_size") or 1,
             layout=json.dumps([info.get(name) for name in LAYOUT]),
-            released=any(state.get("released") for state in info.get("internal_states") or ()),
-            capacity=capacity,
-            slots=_slots(info),
-            context=_context(info),
+            released=any(state.get("released") for state in answers.states(info)),
+            capacity=answers.positive(info, "max_total_num_tokens"),
+            slots=answers.slots(info),
+            context=answers.context(info),
         )
 
     async def health(self, *, timeout_s: float = 20.0) -> bool:
@@ -91,7 +89,7 @@ class SGLang(Endpoint):
     async def reported_load(self, *, timeout_s: float = 60.0) -> Report | None:
         """Its queue and memory use, summed over its replicas; None if it does not report them."""
         try:
-            return load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
+            return answers.load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
         except (ServerError, ValueError):  # whether the server is up at all is checked elsewhere
             return None
 
@@ -169,7 +167,13 @@ class SGLang(Endpoint):
             answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
         except ValueError:  # it has no such route
             return []
-        return [rank["checksums"] for rank in answer.get("ranks") or ()]
+        try:
+            ranks = [rank["checksums"] for rank in answer.get("ranks") or ()]
+            return [{str(name): str(checksum) for name, checksum in rank.items()} for rank in ranks]
+        except answers.MALFORMED as error:
+            raise ServerError(
+                f"{self.url}/weights_checker: not a list of checksums ({answers.described(error)})"
+            ) from error
 
     async def load_adapter(self, name: str, directory: str, *, timeout_s: float = 600.0) -> None:
         body = {"lora_name": name, "lora_path": directory}
@@ -185,12 +189,12 @@ class SGLang(Endpoint):
         answer = await self.call("GET", "/v1/models", timeout_s=timeout_s, reach_s=self.reach_s)
         try:
             return {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ServerError(f"{self.url}/v1/models: not a list of models ({error!r})") from error
+        except answers.MALFORMED as error:
+            raise ServerError(f"{self.url}/v1/models: not a list of models ({answers.described(error)})") from error
 
     async def adapter_refusal(self, rank: int, modules: Collection[str], *, timeout_s: float = 30.0) -> str:
         """Why the server cannot load adapters of this rank on these modules (names as in checkpoints); "" if it can."""
-        return _adapter_refusal(await self.server_info(timeout_s=timeout_s), rank, modules)
+        return answers.adapter_refusal(await self.server_info(timeout_s=timeout_s), rank, modules)
 
     async def generate(
         self,
@@ -226,7 +230,7 @@ class SGLang(Endpoint):
         if on_tokens is None:
             answer = await self.call("POST", "/generate", body)
         else:
-            on_event = lambda event: on_tokens(event["output_ids"])
+            on_event = lambda event: on_tokens(self._ids(event))
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event)
         part = self._part(answer, experts_per_token)
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
@@ -280,12 +284,20 @@ class SGLang(Endpoint):
             raise ServerError(f"{self.url}/detokenize: must return a text for each of {len(tokens)} tokens")
         return texts
 
+    def _ids(self, event: Mapping[str, Any]) -> list[int]:
+        try:
+            return answers.ids(event["output_ids"], self.vocabulary)
+        except (KeyError, ServerError) as error:
+            raise ServerError(
+                f"{self.url}/generate: an event lacks the tokens so far ({answers.described(error)})"
+            ) from error
+
     def _part(self, answer: Mapping[str, Any], experts_per_token: int = 0, *, generated: bool = True) -> Part:
         try:
-            return _parse(answer, experts_per_token, generated)
-        except (KeyError, TypeError, ValueError) as error:
+            return answers.part(answer, experts_per_token, generated, self.vocabulary)
+        except answers.MALFORMED as error:
             raise ServerError(
-                f"{self.url}/generate: the answer lacks what a single request returns ({type(error).__name__}: {error})"
+                f"{self.url}/generate: the answer lacks what a single request returns ({answers.described(error)})"
             ) from error
         except ServerError as error:
             raise ServerError(f"{self.url}/generate: {error}") from error
@@ -301,89 +313,3 @@ def _body(prompt: TokensPrompt, sampling: Mapping[str, Any], adapter: str, cache
         **({"extra_key": cache_key} if cache_key else {}),
         **({"lora_path": adapter} if adapter else {}),
     }
-
-
-def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -> Part:
-    tokens, meta = answer["output_ids"], answer["meta_info"]
-    # SGLang may return an output log-probability without a token for a prompt that was prefilled in a decoding batch.
-    rows = meta["output_token_logprobs"] if generated else []
-    if [row[1] for row in rows] != tokens:
-        raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
-    logp = [row[0] for row in rows]
-    values = np.array(logp)  # of objects if one is no number
-    if len(logp) and not (values.dtype.kind in "fi" and np.isfinite(values).all()):
-        raise ServerError("a log-probability is missing or not finite")
-    if tokens and "weight_versions" not in meta:
-        raise ServerError(
-            "the answer has no weight_versions, so the weights that sampled a token are unknown; "
-            "use a server that reports them (SGLang 0.5.23 does)"
-        )
-    routed = None
-    if experts_per_token and meta.get("routed_experts"):  # base64 of i32[read, layers, experts a token]
-        read = meta["prompt_tokens"] + len(tokens) - 1
-        sent = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
-        if not read or len(sent) % (read * experts_per_token):
-            raise ServerError(
-                f"routed experts must be {experts_per_token} per layer for {read} tokens, got {len(sent)} in all; the "
-                "server has another model"
-            )
-        routed = sent.reshape(read, -1, experts_per_token)
-    return Part(
-        tokens=tokens,
-        logp=logp,
-        labels=per_token(meta.get("weight_versions", ()), len(tokens)),
-        finish=meta["finish_reason"]["type"],
-        text=answer.get("text") or "",
-        info={key: value for key, value in meta.items() if key not in BULKY},
-        routed=routed,
-        inputs=meta.get("input_token_logprobs") or (),
-        input_top=meta.get("input_top_logprobs") or (),
-        adapter=meta.get("lora_path") or "",
-        preemptions=meta.get("num_retractions", 0),
-    )
-
-
-def load_report(answer: Mapping[str, Any]) -> Report | None:
-    try:
-        names = "num_running_reqs", "num_waiting_reqs", "token_usage"
-        loads = [[float(load[name]) for name in names] for load in answer["loads"]]
-    except (KeyError, TypeError, ValueError):
-        return None
-    if not loads:
-        return None
-    running, waiting, usage = zip(*loads, strict=True)
-    return Report(int(sum(running)), int(sum(waiting)), max(usage))
-
-
-def _adapter_refusal(info: Mapping[str, Any], rank: int, modules: Collection[str]) -> str:
-    if info.get("enable_lora") is not True:
-        return "serves no adapters (SGLang: --enable-lora)"
-    most, room, targets = (info.get(k) for k in ("max_lora_rank", "max_loaded_loras", "lora_target_modules"))
-    if most is not None and most < rank:
-        return f"supports adapters of rank {most} at most, not {rank} (SGLang: --max-lora-rank)"
-    missing = sorted(set(modules) - set(targets or ()))
-    if "all" not in (targets or ()) and missing:
-        return f"supports no adapters of {', '.join(missing)} (SGLang: --lora-target-modules)"
-    if room is not None and room <= ADAPTERS:
-        return f"keeps {room} adapters at most, and a push needs {ADAPTERS + 1} (SGLang: --max-loaded-loras)"
-    if info.get("dp_size", 1) != 1:
-        return "has several replicas (--dp-size), on which SGLang loads no adapters; start a server for each"
-    return ""
-
-
-def _positive(info: Mapping[str, Any], name: str) -> int:
-    value = info.get(name)
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def _context(info: Mapping[str, Any]) -> int:
-    # SGLang's context_length is null if it is the model's; max_req_input_len is then a few tokens below the limit.
-    limit = _positive(info, "context_length") or _positive(info, "max_req_input_len")
-    return min(filter(None, (limit, _positive(info, "max_total_num_tokens"))), default=0)
-
-
-def _slots(info: Mapping[str, Any]) -> int:
-    name = "effective_max_running_requests_per_dp"
-    each = [state[name] for state in info.get("internal_states") or () if isinstance(state.get(name), int)]
-    limit = info.get("max_running_requests")  # in SGLang an option, in the embedded server the actual limit
-    return sum(each) or (limit if isinstance(limit, int) else 0)

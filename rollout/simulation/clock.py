@@ -92,12 +92,14 @@ class Network:
 
     @contextlib.asynccontextmanager
     async def request(
-        self, method: str, where: str, json: dict | None = None, headers: dict | None = None
-    ) -> AsyncIterator[types.SimpleNamespace]:
+        self, method: str, where: str, json: dict | None = None, headers: dict | None = None,
+        allow_redirects: bool = True,
+    ) -> AsyncIterator[types.SimpleNamespace]:  # fmt: skip
         parts = urlsplit(where)
         status, text = await self.servers[f"{parts.scheme}://{parts.netloc}"].answer(parts.path, json)
 
-        async def read() -> str:
-            return text
+        async def pieces() -> AsyncIterator[bytes]:
+            yield text.encode()
 
-        yield types.SimpleNamespace(status=status, text=read)
+        content = types.SimpleNamespace(iter_any=pieces)
+        yield types.SimpleNamespace(status=status, headers={}, content=content)

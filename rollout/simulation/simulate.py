@@ -219,8 +219,11 @@ async def play(
     now = asyncio.get_running_loop().time
     label = lambda v: f"{v}-{v:08x}"
 
+    # Of each prompt; a stopped group has the same lengths when it is rerun.
+    left = [itertools.cycle(group) for group in tokens.reshape(-1, size).tolist()]
+
     async def workflow(generate: Generate, row: Mapping[str, Any]) -> Sample:
-        prompt, n = row["prompt"], int(next(row["tokens"]))
+        prompt, n = row["prompt"], int(next(left[row["prompt"][0]]))
         return sampled(prompt, await generate(prompt, max_new_tokens=n), temperature=1.0, reward=float(n))
 
     def update(groups: list[list[Sample]]) -> list[list[Sample]]:
@@ -241,10 +244,7 @@ async def play(
             trained[0] += sum(int(s.mask.sum()) for samples in groups for s in samples)
             spans.extend(np.ptp(s.version[s.mask]) > 0 for samples in groups for s in samples)
 
-    rows = [  # a stopped group has the same lengths when it is rerun
-        {"prompt": [i] * config.prompt, "tokens": itertools.cycle(group)}
-        for i, group in enumerate(tokens.reshape(-1, size).tolist())
-    ]
+    rows = [{"prompt": [i] * config.prompt} for i in range(len(left))]
     with tempfile.TemporaryDirectory() as folder:  # contains no weights
         async with Executor(
             workflow, fleet.generate, Prompts(rows, shuffle=False), group_size=size, groups_per_batch=config.groups,

@@ -22,7 +22,8 @@ from ..errors import ServerError
 from ..processes import keys
 from ..servers.labels import MANIFEST, read_label, version_of
 from ..servers.server import Server
-from ..servers.sglang import ADAPTERS, SGLang
+from ..servers.sglang import SGLang
+from ..servers.sglang_answers import ADAPTERS
 from ..servers.types import Loaded, Part, Published
 from . import load as full_load
 from . import verify

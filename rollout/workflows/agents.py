@@ -14,6 +14,7 @@ import inspect
 import json
 import logging
 import os
+import secrets
 import shlex
 import signal
 import tempfile
@@ -27,8 +28,9 @@ from ..chat.session import Session
 from ..chat.trajectory import Style
 from ..gateway import server
 from ..gateway.sessions import Limits
-from ..processes import guard, json_rows, keys
+from ..processes import guard, json_rows, keys, orphan_guard
 from ..processes.environment import passed
+from ..processes.printable import printable
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 FAILED = 16  # consecutive failed episodes that end the run: a bug in the agent, not an effect of the policy's output
 TAIL = 4000  # bytes read from the end of a command's output
+LONGEST = 500  # characters of what a program printed, in an error
 
 
 @dataclass(frozen=True)
@@ -176,13 +179,14 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
     environ = passed(names, "--agent.environment")
 
     async def run(row: Mapping[str, Any], *, base_url: str, api_key: str) -> Any:
+        mark = secrets.token_hex(8)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
                 *arguments, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=errors,
-                env=environ | session_variables(base_url, api_key),
+                env=environ | session_variables(base_url, api_key) | {orphan_guard.MARK: mark},
                 start_new_session=True,
             )  # fmt: skip
-            guard.process(process.pid)
+            guard.process(process.pid, mark=mark)
             try:
                 given = json.dumps(json_rows.json_row(row)).encode()
                 await process.communicate(given)  # output goes to files: children may keep it open
@@ -190,9 +194,10 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the children in its session
                 await process.wait()
+                await asyncio.to_thread(orphan_guard.kill_marked, mark)  # and in others
                 guard.process_ended(process.pid)
             if process.returncode:
-                message = " ".join(_tail(errors).split())
+                message = printable(" ".join(_tail(errors).split())[-LONGEST:])
                 raise RuntimeError(f"{words} exited with code {process.returncode}: {message}")
             lines = _tail(out).split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")

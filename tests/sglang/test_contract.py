@@ -528,7 +528,7 @@ def test_flushing_the_cache_changes_no_answer(server, versions):
 
 
 def test_servers_report_their_load(server, versions):
-    from areax.rollout.servers.sglang import load_report
+    from areax.rollout.servers.sglang_answers import load_report
 
     idle = load_report(server.ok("/v1/loads"))
     assert idle is not None and idle.running == idle.waiting == 0 and idle.usage < 0.1

@@ -1,0 +1,21 @@
+"""Log messages as they may stand on a terminal: they quote servers, files and programs that may write anything."""
+
+import logging
+
+from ...rollout.processes.printable import printable
+
+LONGEST = 2000  # characters
+_own = logging.getLogRecordFactory()
+
+
+def record(name: str, *args, **kwargs) -> logging.LogRecord:
+    """A log record; of areax's own one line, without characters that control a terminal, of at most LONGEST."""
+    made = _own(name, *args, **kwargs)
+    if name.startswith("areax."):
+        made.msg, made.args = printable(made.getMessage())[:LONGEST], ()
+    return made
+
+
+def keep_printable() -> None:
+    """Has all loggers of areax in this process make such records."""
+    logging.setLogRecordFactory(record)

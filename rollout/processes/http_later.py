@@ -1,0 +1,22 @@
+"""Answers of HTTP servers that take a request at another time."""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import time
+
+LATER = (408, 425, 429, 503)  # statuses of a server, or of a proxy before it, which have done nothing
+LONGEST_WAIT_S = 60.0  # that a server may ask for
+
+
+def wait_s(retry_after: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or a date (RFC 9110, 10.2.3); 0 for anything else."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return min(max(0.0, seconds), LONGEST_WAIT_S) if math.isfinite(seconds) else 0.0

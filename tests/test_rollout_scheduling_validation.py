@@ -1,0 +1,90 @@
+"""Any wrong value in any field of a sample is found, and good ones pass."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areax.rollout.scheduling.validation import violation
+from areax.rollout.types import Completion, Sample, sampled
+
+GOOD = sampled([1, 2], Completion([3, 4], [-0.5, -1.5], [7, 8], "stop"), temperature=1.0, reward=0.5)
+NUMBERS = st.one_of(
+    st.floats(), st.integers(-(2**70), 2**70), st.text(max_size=3), st.none(), st.booleans(), st.complex_numbers(),
+    st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+
+
+def changed(**fields):
+    """The good sample with other values, as code that bypasses its constructor may leave them."""
+    sample = dataclasses.replace(GOOD)
+    for name, value in fields.items():
+        object.__setattr__(sample, name, value)
+    return sample
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"tokens": np.array([1, 2, -7, 4])}, r"tokens must lie in \[0, vocabulary size 100\), got -7"),
+        ({"tokens": np.array([1, 2, 100, 4])}, r"tokens must lie in \[0, vocabulary size 100\), got 100"),
+        ({"tokens": np.array([1, 2, 2**40, 4])}, "got 1099511627776"),
+        ({"tokens": np.array([1, 2, 5.5, 4])}, "tokens must have 4 whole numbers"),
+        ({"tokens": [1, 2, "3", 4]}, "tokens must have 4 whole numbers"),
+        ({"tokens": np.array([[1, 2], [3, 4]])}, "tokens must have 4 whole numbers"),
+        ({"logp": np.array([0, 0, 0.5, -1.0])}, "logp must be finite and at most 0, got .*0.5"),
+        ({"logp": np.array([0, 0, np.nan, -1.0])}, "logp must be finite"),
+        ({"logp": np.array([0, 0, -np.inf, -1.0])}, "logp must be finite"),
+        ({"logp": np.array([0, 0, -1.0])}, "logp must have 4 numbers"),
+        ({"version": np.array([-1, -1, 7, 10])}, r"version must lie in \[-1, the newest version \+ 1 = 10\), got 10"),
+        ({"version": np.array([-1, -1, 7, -2])}, "version must lie in .* got -2"),
+        ({"version": np.array([-1, -1, 7.0, 8.0])}, "version must have 4 whole numbers"),
+        ({"mask": np.array([0, 0, 1, 1])}, r"mask must be bool\[4\]"),
+        ({"turn": None}, "turn must have 4 whole numbers, got None"),
+        ({"temperature": -1.0}, "temperature must be at least 0 and finite"),
+        ({"temperature": np.nan}, "temperature must be at least 0"),
+        ({"weight": 0.0}, "weight must be above 0 and finite, got 0.0"),
+        ({"weight": -1}, "weight must be above 0"),
+        ({"weight": np.nan}, "weight must be above 0"),
+        ({"label": "good"}, "label must be a number and finite, got 'good'"),
+        ({"rewards": ((3, np.inf),)}, "rewards must be finite, or NaN, got inf"),
+        ({"rewards": ((3, None),)}, "rewards must be finite, or NaN, got None"),
+        ({"rewards": ((4, 1.0),)}, r"rewards must have indices in \[0, 4\), got .4, 1.0."),
+        ({"rewards": ((-1, 1.0),)}, "rewards must have indices"),
+        ({"components": {"form": None}}, "components must be finite numbers"),
+        ({"components": {"form": -np.inf}}, "components must be finite numbers"),
+        ({"finish": "tired"}, "finish must be one of stop, length, abort, error, got 'tired'"),
+        ({"group": 1.5}, "group must be a whole number, got 1.5"),
+        ({"arrays": {"x": ("output", np.zeros(4))}}, r"arrays\['x'\] must be"),
+        ({"arrays": {"x": ("input", np.zeros(3))}}, r"arrays\['x'\] must be"),
+        ({"arrays": {"x": ("input", np.array(["a"] * 4))}}, r"arrays\['x'\] must be"),
+    ],
+)
+def test_a_wrong_value_is_named(fields, words):
+    found = violation(changed(**fields), vocabulary=100, newest=9)
+    assert re.search(words, found), found
+    assert len(found) < 300 and "\n" not in found
+
+
+def test_good_samples_pass():
+    assert violation(GOOD) == violation(GOOD, vocabulary=5, newest=8) == ""
+    rounded = dataclasses.replace(GOOD, logp=np.array([0, 0, 1e-6, -2.0], np.float32))  # log-softmax in float32
+    unscored = dataclasses.replace(GOOD, rewards=((3, float("nan")),), components={"form": float("nan")})
+    assert violation(rounded) == violation(unscored) == ""
+
+
+@given(st.sampled_from([f.name for f in dataclasses.fields(Sample) if f.name not in ("info", "images")]), NUMBERS)
+def test_no_value_makes_the_check_itself_fail_or_passes_as_tokens(field, value):
+    found = violation(changed(**{field: value}), vocabulary=5, newest=8)
+    if field in ("tokens", "mask", "logp", "version", "turn"):
+        assert found
+    for i in range(2, 4):  # a single wrong entry
+        if field in ("tokens", "logp", "version") and isinstance(value, int | float) and not isinstance(value, bool):
+            entries = list(getattr(GOOD, field))
+            entries[i] = value
+            bounds = {"tokens": (0, 4), "version": (-1, 9), "logp": (-1.8e308, 1e-3)}[field]
+            holds = bounds[0] <= value <= bounds[1] and (field == "logp" or isinstance(value, int))
+            assert bool(violation(changed(**{field: np.array(entries)}), vocabulary=5, newest=8)) is not holds
