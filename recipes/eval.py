@@ -157,6 +157,7 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
             common.fleet(
                 config.servers, config.model, serve, concurrency=config.max_concurrent * config.samples,
                 image_token=processor.token if processor else None, ends=tokenizer.stop_ids(tokens),
+                vocabulary=vocabulary,
                 environs=[devices.showing(ids) for ids in places],
             )
         )  # fmt: skip

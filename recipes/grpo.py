@@ -29,6 +29,7 @@ from areax.parallel import turns
 from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes.shared import (
     common,
+    contents,
     describe,
     ending,
     evaluation,
@@ -138,6 +139,8 @@ def main(config: Config, rows: Any = None) -> dict:
             common.run_directory(config.out, config.serving.published) as run,
             orbax.open_store(out / "state") as store,
         ):
+            frozen = bool(config.training.lora.rank) or config.training.objective.needs_reference
+            known = contents.same(config, tokens, frozen=frozen, quiet=index > 0)
             trainer = build_trainer(config)
             with resume.restoring(config):
                 cursor = restore(trainer, store)
@@ -147,7 +150,7 @@ def main(config: Config, rows: Any = None) -> dict:
                 return {}
             with lockstep.leader(work) as run_on_all:
                 reads = processor if trainer.reading else None
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, reads, run, data, cursor, stop))
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, reads, run, data, cursor, stop, known))
                 summary["seconds"] = time.monotonic() - began
                 store.wait()  # a summary must not say complete if the state does not fit on the disk
                 ending.finish(config.out, summary)
@@ -237,7 +240,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
 
 async def train(
     config: Config, trainer: Trainer, run_on_all: Callable, tokens, processor: images.Processor | None, run: str,
-    data: tuple, cursor, stop,
+    data: tuple, cursor, stop, known: dict[str, str],
 ) -> dict:  # fmt: skip
     """Runs the training loop from the trainer's version on; returns the summary.
 
@@ -248,6 +251,7 @@ async def train(
       data: (prompts, held-out rows), as `read` returns them.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
       stop: the `ending.Stop` that ends the run in order once it trains.
+      known: `contents.of` what the run is made of, kept with its state.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
     steps, complete = max(config.steps, start), common.complete(config, start)
@@ -278,7 +282,7 @@ async def train(
                     timeout_s=config.serving.completion_timeout_s,
                     experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
                     image_token=processor.token if processor else None,
-                    ends=ends,
+                    ends=ends, vocabulary=trainer.policy.settings.vocab,
                     environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
                 )
             )  # fmt: skip
@@ -292,7 +296,7 @@ async def train(
         executor = await enter_async(
             rollouts.scheduler(
                 episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
-                seed=config.seed if fleet.seeded else None,
+                seed=config.seed if fleet.seeded else None, vocabulary=trainer.policy.settings.vocab,
             )
         )  # fmt: skip
         if not complete:
@@ -314,7 +318,7 @@ async def train(
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 
         def save(v: int, position) -> None:
-            run_on_all("save", v, position | {"data": identity})
+            run_on_all("save", v, position | {"data": identity, "contents": known})
 
         async def evaluate(v: int) -> None:
             with log.terminal.counting(f"evaluating version {v}") as count:

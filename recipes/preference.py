@@ -104,7 +104,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
         beside = lambda batch: batch.replace(ref_BT=jax.block_until_ready(scores(reference, batch).logp_BT))
     return offline.fit(
         "preference", config, mesh, own, prompts, heldout, samples=samples, beside=beside, tokens=tokens, began=began,
-        quiet=quiet,
+        frozen=plain.needs_reference, quiet=quiet,
     )  # fmt: skip
 
 

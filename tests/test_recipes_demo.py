@@ -97,7 +97,7 @@ def test_options_are_of_the_task_that_uses_them():
         demo.Config(rl_lr=-1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_of_a_chat_model_from_a_gguf_file_to_another(tmp_path, capsys):
     """A tiny model learns nothing in two steps; the parts fit, and a second call has nothing left to do."""
     source, out = tmp_path / "model.gguf", tmp_path / "out"

@@ -135,6 +135,7 @@ def test_a_served_teacher_that_reports_no_texts_is_named(place, capsys):
     assert "whether it has the student's tokenizer is not checked (" in said and said.count("\n") == 1
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_training_is_the_same_on_a_mesh(place):
     one = distill.main(config(place, "one", steps=3, rows=4))

@@ -707,7 +707,7 @@ def plain_ratio(spec, now):
     return now.ratio_BT * now.adv_BT, None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cancelled_run_saves_its_state(place):
     """Here of a run with a surrogate of its own, a function."""
 
@@ -971,7 +971,7 @@ def test_objects_are_trained_on_like_files(place, first):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [False, True])
 def test_servers_of_a_run_follow_the_weights_of_a_checkpoint_in_bf16(place, inside):
     """On a CPU both compute in fp32: steps smaller than the spacing of bf16 count, too."""

@@ -158,6 +158,7 @@ def test_end_of_turn_is_never_padding(place):
     assert score_head.pad_id(tokens) != end and tokens.pad_token_id != end
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_training_is_the_same_on_a_mesh(place):
     for objective in (losses.DPO(), losses.RewardModel()):

@@ -98,6 +98,7 @@ def test_a_run_is_resumed_and_converted_exactly(place, tmp_path, more):
     assert written == more["vision"].replace("auto", "frozen")
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_adapters_of_a_run_are_merged(place, tmp_path):
     """Into the text model; also of the state."""
@@ -130,6 +131,7 @@ def test_two_processes_train_as_one(place, tmp_path):
         np.testing.assert_allclose(both[name], x, atol=1e-3 * np.abs(x - start[name]).max() + 1e-6, err_msg=name)
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_another_way_of_the_tower_does_not_fit_the_state(place, tmp_path):
     sft.main(config(place, tmp_path / "out", steps=1))
@@ -181,6 +183,7 @@ def test_preferences_compare_with_a_reference_that_sees_the_images(place, tmp_pa
         preference.main(asked)
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_a_teacher_sees_the_images_of_its_student(place, tmp_path):
     asked = distill.Config(

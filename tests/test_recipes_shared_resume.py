@@ -1,7 +1,6 @@
 """Which options count as changed when a run goes on."""
 
 import itertools
-import json
 import types
 from pathlib import Path
 
@@ -30,22 +29,15 @@ def test_another_path_to_the_same_folder_is_no_change(tmp_path, monkeypatch):
     assert resume.changes(config("org/name")) == ["--model model -> org/name"]
 
 
-def test_another_chat_template_is_said_and_the_former_kept(tmp_path, capsys):
+def test_the_chat_template_is_written_beside_the_options(tmp_path):
     config = sft.Config(model="m", data="d", out=str(tmp_path))
-    tokens = lambda chat: types.SimpleNamespace(chat_template=chat)
-    chats = "{{ messages }}\r\n", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}, None
-    for start, chat in enumerate((chats[0], *chats)):
-        resume.write_options(config, start, tokens(chat))
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in said] == [
-        f"{tmp_path}: goes on from step {step} with another chat template" for step in (2, 3)
-    ]
-    assert said[0].endswith("the former is in chat_template.1.jinja")
-    assert (tmp_path / "chat_template.1.jinja").read_bytes().decode() == chats[0]
-    assert json.loads((tmp_path / "chat_template.2.jinja").read_text()) == chats[1]
-    (tmp_path / "chat_template.jinja").unlink()  # a run of before it was written
-    resume.write_options(config, 4, tokens(chats[0]))
-    assert not capsys.readouterr().err
+    for chat, text in (
+        ("{{ messages }}\r\n", "{{ messages }}\r\n"),
+        ({"tool_use": "{{ tools }}"}, '{\n "tool_use": "{{ tools }}"\n}'),
+        (None, ""),
+    ):
+        resume.write_options(config, 0, types.SimpleNamespace(chat_template=chat))
+        assert (tmp_path / "chat_template.jinja").read_bytes().decode() == text
 
 
 def refusal(config, former, error="the saved state must match: float32 and bfloat16"):

@@ -116,7 +116,7 @@ def test_a_step_scores_as_transformers_and_moves_what_trains(place, tmp_path, ho
     assert names == ({False} if how == "frozen" else {False, True})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_drawn_image_token_is_text_and_not_learnt(place):
     """Its embedding stays, as in a model that has it twice, and its position is the next on all axes."""
     made = groups(place)
@@ -197,6 +197,7 @@ def test_a_mesh_takes_the_step_of_one_device(place, layout, more):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(initial=1))
 
 
+@pytest.mark.wide
 @pytest.mark.mesh
 def test_a_policy_learns_from_a_teacher_that_sees_the_images(place):
     """The policy itself, from which it does not differ."""

@@ -359,6 +359,7 @@ async def fleet(
     image_token: int | None = None,
     ends: Sequence[int] = (),
     environs: Sequence[Mapping[str, str]] = (),
+    vocabulary: int = 0,
 ) -> AsyncIterator[client.Fleet]:
     """Connects to the servers at `urls`; without any, starts servers of checkpoint `path` here and restarts those that
     die.
@@ -371,6 +372,7 @@ async def fleet(
       image_token: of a model that reads images, as `client.connect`.
       ends: as `client.connect`, for servers that this run does not start: its own read the model's tokenizer.
       environs: of servers that are started, as `local.servers`.
+      vocabulary: as `client.connect`.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
     path = path if urls else hub.folder(os.fspath(path), weights=True)
@@ -378,6 +380,7 @@ async def fleet(
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
         longest=longest, image_token=image_token, timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
+        vocabulary=vocabulary,
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:

@@ -27,6 +27,7 @@ from areax.parallel import batches
 from areax.parallel.multihost import agreement, processes
 from areax.recipes.shared import (
     common,
+    contents,
     ending,
     learner,
     many_rows,
@@ -205,6 +206,7 @@ def fit(
     tokens,
     began: float,
     teachers: Sequence = (),
+    frozen: bool = False,
     quiet: bool = False,
 ) -> dict:
     """Trains for `config.steps` batches of `config.batch` rows; returns the content of `out`/summary.json.
@@ -220,6 +222,7 @@ def fit(
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
       began: `time.monotonic()` at the start of the run, for the summary's seconds.
       teachers: the Configs of further models that see the batches.
+      frozen: whether `beside` uses weights of --model, such as a reference's.
     """
     out = Path(config.out)
     limit: microbatch.Limit | None = None  # of a microbatch, once samples are there
@@ -240,6 +243,7 @@ def fit(
         ending.stop_signal() as stop, jax.set_mesh(mesh), common.run_directory(config.out),
         orbax.open_store(out / "state") as store,
     ):  # fmt: skip
+        known = contents.same(config, tokens, frozen=frozen or bool(own.frozen), quiet=quiet)
         start = store.latest or 0
         if start:
             with resume.restoring(config):
@@ -250,7 +254,7 @@ def fit(
                 )
             if "data" in (cursor or {}):
                 sources.check_same(prompts, cursor["data"])
-        position = {"recipe": kind, "data": sources.identity(prompts)}
+        position = {"recipe": kind, "data": sources.identity(prompts), "contents": known}
         done = start
 
         def save():

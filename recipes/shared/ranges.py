@@ -10,7 +10,7 @@ from areax.models.lora import Lora
 from areax.rollout.processes import memory
 
 MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
-SAMPLE = 1000  # bytes that a sample needs at least
+SAMPLE = 20_000  # bytes that an episode needs at least: its task, its request, its tokens
 
 
 def integers(options: Any, **least: int) -> Iterator[str]:

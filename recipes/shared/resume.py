@@ -26,10 +26,10 @@ def changes(config: Any) -> list[str]:
 
     `out` does not count: a run may be moved. Nor does another path to the same file or folder.
     """
-    return [f"--{name} {_shown(then)} -> {_shown(now)}" for name, then, now in _changes(config)]
+    return [f"--{name} {_shown(then)} -> {_shown(now)}" for name, then, now in changed(config)]
 
 
-def _changes(config: Any) -> list[tuple[str, Any, Any]]:
+def changed(config: Any) -> list[tuple[str, Any, Any]]:
     """(option, former value, value) of `changes`."""
     try:
         former = json.loads((Path(config.out) / run_dir.CONFIG).read_text(encoding="utf-8"))
@@ -37,12 +37,13 @@ def _changes(config: Any) -> list[tuple[str, Any, Any]]:
         return []
     if not isinstance(former, dict):
         return []
-    then, now = by_option(former, type(config)), _options(config)
+    then, now = by_option(former, type(config)), options(config)
     differs = lambda k, v: k != "out" and not _same(then.get(k, v), v)
     return [(k, then[k], v) for k, v in now.items() if differs(k, v)]
 
 
-def _options(config: Any) -> dict[str, Any]:
+def options(config: Any) -> dict[str, Any]:
+    """{name on the command line: value} of a run's options."""
     return by_option(run_dir.plain(config), type(config))
 
 
@@ -108,7 +109,7 @@ def _finished(kind: str, config: Any, prompts: sources.Order) -> dict | None:
     done = summary.get("steps", 0)
     if not (summary.get("complete") and 0 < config.steps <= done):
         return None
-    if any(name not in ANEW for name, _, _ in _changes(config)):
+    if any(name not in ANEW for name, _, _ in changed(config)):
         return None
     version, cursor = orbax.newest(out / "state") or (0, {})
     position = cursor.get("rollout", cursor)
@@ -117,7 +118,7 @@ def _finished(kind: str, config: Any, prompts: sources.Order) -> dict | None:
     sources.check_same(prompts, position["data"])
     try:
         hf.read_config(out / "model")
-        whole = hf.verify(out / "model") and (not _options(config)["lora.rank"] or peft.verify(out / "adapter"))
+        whole = hf.verify(out / "model") and (not options(config)["lora.rank"] or peft.verify(out / "adapter"))
     except ValueError as error:
         progress.say(f"{error}; it is written again from the state")
         return None
@@ -128,24 +129,18 @@ def write_options(config: Any, start: int, tokens: Any) -> None:
     """Writes config.json and the chat template of `tokens`; call it once nothing can refuse the run any more.
 
     A run that goes on from step `start` with other options says which changed, and keeps the former file as
-    config.1.json, config.2.json and so on; likewise with another chat template.
+    config.1.json, config.2.json and so on. (With another chat template it does not go on: `contents.check`.)
     """
     out = Path(config.out)
-    if start and (changed := changes(config)):
+    if start and (others := changes(config)):
         kept = _kept(out / run_dir.CONFIG)
         progress.say(
-            f"{out}: goes on from step {start} with other options, {', '.join(changed)}; the former are in {kept}"
+            f"{out}: goes on from step {start} with other options, {', '.join(others)}; the former are in {kept}"
         )
     run_dir.write_config(out, config)
-    own, file = tokens.chat_template or "", out / run_dir.TEMPLATE
+    own = tokens.chat_template or ""
     text = own if isinstance(own, str) else json.dumps(own, indent=1, ensure_ascii=False)
-    if start and file.exists() and file.read_bytes().decode() != text:
-        kept = _kept(file)
-        progress.say(
-            f"{out}: goes on from step {start} with another chat template, so that conversations are other tokens; the "
-            f"former is in {kept}"
-        )
-    run_dir.write_text(file, text)
+    run_dir.write_text(out / run_dir.TEMPLATE, text)
 
 
 def _kept(file: Path) -> str:
@@ -163,15 +158,15 @@ def restoring(config: Any) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        options = _options(config)
-        shaping = [(name, then, now) for name, then, now in _changes(config) if _shapes(name, then, now, options)]
+        own = options(config)
+        shaping = [(name, then, now) for name, then, now in changed(config) if _shapes(name, then, now, own)]
         if shaping:
-            changed = ", ".join(f"--{name} {_shown(then)} -> {_shown(now)}" for name, then, now in shaping)
+            others = ", ".join(f"--{name} {_shown(then)} -> {_shown(now)}" for name, then, now in shaping)
             reason = (
-                f"its run was started with other options, {changed}, which its state does not fit; give the former "
+                f"its run was started with other options, {others}, which its state does not fit; give the former "
                 "ones, or name another directory"
             )
-        elif _dtype_shapes(options) and not options["run.dtype"]:
+        elif _dtype_shapes(own) and not own["run.dtype"]:
             reason = (
                 "its state depends on --run.dtype, by default bfloat16 on accelerators and float32 on a CPU; if it was "
                 "saved on the other kind of device, name its dtype"

@@ -123,14 +123,14 @@ def some(own: Sequence) -> list:
 
 
 def identity(order: Order) -> dict[str, Any]:
-    """What a run that goes on must find again: the number of rows, their order, and a hash of SOME of each source's
-    rows, None of a stream's."""
+    """What a run that goes on must find again: the number of rows, their order, and a hash of the rows in memory and of
+    SOME of a source's others, None of a stream's."""
     content = None
     if not isinstance(order, Stream):
         owns = order.contents if isinstance(order, Mixture) else [order.rows]
-        seen = [own[i] for own in owns for i in many_rows.spread(len(own), SOME)]
+        seen = [some(own) for own in owns]
         content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=agreement.shown).encode())
-    return {"rows": order.size, "order": order.order, "content": content}
+    return {"rows": order.size, "order": order.order, "hash": content}
 
 
 def check_same(order: Order, then: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ def check_same(order: Order, then: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--curriculum.order and field must be the run's, {_shown(was)}, got {_shown(own)}; or name another --out"
         )
-    if then.get("content") and then["content"] != now["content"]:
+    if then.get("hash") and then["hash"] != now["hash"]:
         raise ValueError("--data must have the rows that the run was started with, got others; or name another --out")
 
 
