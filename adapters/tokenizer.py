@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..rollout.chat import demonstration, template
 from ..rollout.chat.template import encode as encode
+from ..rollout.processes.memory import resident
 from .runtime import hub
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
@@ -28,6 +31,8 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 IMPORTING = threading.Lock()
+LARGEST = 2**28  # bytes of a file
+TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_TEXT = 20.0, 2**30, 1_000_000  # for a chat template and a message of one word
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -46,6 +51,12 @@ def load(path: str | Path) -> Any:
                 f"; merge its adapters: areax convert {path} MERGED --merge" if adapters else f"; it needs {FILES[0]}"
             )
             raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}{what}")
+        for file in (file for pattern in hub.SMALL for file in folder.glob(pattern)):
+            if not file.is_file() or file.stat().st_size > LARGEST:
+                raise ValueError(
+                    f"{file}: a tokenizer's files must be regular files of at most {LARGEST >> 20} MiB; remove it, or "
+                    "copy it again from its source"
+                )
         for file in (*folder.glob("tokenizer*.json"), *folder.glob("config.json")):
             try:
                 if not isinstance(json.loads(file.read_bytes()), dict):
@@ -59,11 +70,42 @@ def load(path: str | Path) -> Any:
     transformers = _transformers()
     kind: Any = transformers.PreTrainedTokenizerFast if _plain(folder) else transformers.AutoTokenizer
     try:
-        return kind.from_pretrained(folder if folder.is_dir() else path)
+        tokens = kind.from_pretrained(folder if folder.is_dir() else path)
     except Exception as error:
         if not (isinstance(error, OSError | ValueError | KeyError) or type(error) is Exception):  # of `tokenizers`
             raise
         raise ValueError(f"tokenizer.load: {path} cannot be loaded: {_line(error)}") from None
+    _check_template(tokens, path)
+    return tokens
+
+
+def _check_template(tokens: Any, path: str) -> None:
+    """Raises ValueError for a chat template that does not end, or grows without bound, on a short conversation: it is
+    a program of the checkpoint's author, and nothing can stop it once it runs in earnest."""
+    if not tokens.chat_template:
+        return
+    talk = [{"role": "user", "content": "Hello"}]
+    rendered: list[str] = []
+
+    def render() -> None:
+        with contextlib.suppress(Exception):  # of the template, which may ask for more than this
+            rendered.append(tokens.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+
+    at_first, thread = resident(), threading.Thread(target=render, daemon=True)
+    thread.start()
+    until = time.monotonic() + TEMPLATE_S
+    while thread.is_alive():
+        thread.join(0.05)
+        if time.monotonic() > until or resident() - at_first > TEMPLATE_BYTES:
+            raise ValueError(
+                f"{path}: its chat template must render a message of one word within {TEMPLATE_S:g} s and "
+                f"{TEMPLATE_BYTES >> 20} MiB, and does not; use a checkpoint that you trust"
+            )
+    if rendered and len(rendered[0]) > TEMPLATE_TEXT:
+        raise ValueError(
+            f"{path}: its chat template must make at most {TEMPLATE_TEXT:,} characters of a message of one word, got "
+            f"{len(rendered[0]):,}; use a checkpoint that you trust"
+        )
 
 
 def _transformers() -> Any:

@@ -80,6 +80,18 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
     assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0)
 
 
+def test_a_time_in_yaml_is_a_text_and_no_number_of_seconds(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("steps: 1:30\nout: 1:30.5\nseed: 1_000\nsampling: {temperature: .5}\n")
+    words, _ = config_file.read(file, grpo.Config)
+    assert words == ["--steps=1:30", "--out=1:30.5", "--seed=1000", "--sampling.temperature=0.5"]
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(  # 10^9 values in 400 bytes
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -91,7 +103,9 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
         ("[1, 2]", "must hold options by name, got list"),
         ("a: [", "must be YAML or JSON, got: "),
         ("", "must hold options by name, got NoneType"),
-        ("servers: &x [*x]", "must not contain itself, as YAML's anchors allow"),
+        ("servers: &x [*x]", "must have at most 100,000 values, also where YAML's anchors repeat them"),
+        (LAUGHS, "must have at most 100,000 values, also where YAML's anchors repeat them"),
+        (f"colocated: '{'long' * 10**6}'", "colocated must be true or false, got 'longlong"),
         ("[" * 100_000, "must be YAML or JSON, got: "),
         ("a: \x00", "must be YAML or JSON, got: "),
         ("model:", "model must be text, got None; write it in quotes"),

@@ -191,6 +191,23 @@ def test_a_sample_shows_every_token_with_logp_version_and_gap(text):
     assert "Answer as text" not in text  # it is that of the tokens
 
 
+def test_a_sample_of_any_size_is_cut(tmp_path):
+    huge = {"kind": "grpo", "step": 1, "prompt": "p" * 10**6, "text": "t" * 10**6, "reward": 1.0, "finish": "stop"}
+    lines = [huge | {"tokens": ["x" * 10**5] + ["y"] * 50_000, "logp": [-1.0] * 50_001}, huge]
+    (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    made = samples.samples(tmp_path / "samples.jsonl")
+    assert len(made) < 3_000_000 and made.count("<i ") == samples.LONGEST and "(1,000,000 characters)" in made
+
+
+def test_odd_samples_are_shown(tmp_path):
+    odd = {"kind": "grpo", "step": 1, "prompt": "\ud800", "text": 5, "reward": "x", "version": "one", "finish": None}
+    odd |= {"tokens": ["\udfff", None, 7], "logp": ["a", None, -1.0], "version_of_token": ["v", None, 3]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(odd) + "\n")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "grpo", "step": 1, "reward": 0.5}\n')
+    page = build.report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("<i ") == 3 and "version 3" in page
+
+
 def test_a_large_run_is_thinned_to_whole_steps_including_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "TOKEN_BUDGET", 40)
     write(tmp_path)

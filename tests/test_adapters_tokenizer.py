@@ -1,6 +1,7 @@
 """Character and byte-level tokenizers, chat templates and demonstrations."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -240,4 +241,43 @@ def test_a_tokenizer_json_of_another_form_is_refused(said, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], **said}))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ValueError, match="cannot be loaded: (Model missing|data did not match|Token `x`)"):
+        tokenizers.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "within 1 s and 1024 MiB"),
+        (
+            "{% set x = 'a' * 2000 %}{% for i in range(9999) %}{{ x }}{% endfor %}",
+            "at most 1,000,000",
+        ),
+    ],
+)
+def test_a_chat_template_that_does_not_end_or_grows_is_refused(program, words, tmp_path):
+    tokenizers.save(tokenizers.character("abc"), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(program)
+    code = f"""
+import sys
+from areax.adapters import tokenizer
+tokenizer.TEMPLATE_S = 1.0
+try:
+    tokenizer.load({str(tmp_path)!r})
+except ValueError as error:
+    sys.exit(str(error))
+"""  # in a process of its own, which ends the template
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "merges.txt", "chat_template.jinja"])
+def test_a_file_of_a_tokenizer_that_is_none_is_refused(name, tmp_path):
+    tokenizers.save(tokenizers.character("abc"), tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}: a tokenizer's files must be regular files of at most 256 MiB"):
+        tokenizers.load(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="must be regular files"):
         tokenizers.load(tmp_path)

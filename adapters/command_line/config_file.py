@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,8 @@ import yaml
 
 from . import help, other_names
 from .options import JSON, dataclasses_of, default_of, groups
+
+MOST = 100_000  # values of a file
 
 
 def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], dict[str, Any]]:
@@ -42,9 +45,11 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
     except _Wrong as error:
         raise ValueError(f"--config {path}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"--config {path}: must be YAML or JSON, got: {' '.join(str(error).split())}") from None
+        raise ValueError(f"--config {path}: must be YAML or JSON, got: {' '.join(str(error).split()):.300}") from None
     if not isinstance(values, Mapping):
         raise ValueError(f"--config {path}: must hold options by name, got {type(values).__name__}")
+    if sum(1 for _ in itertools.islice(_parts(values), MOST + 1)) > MOST:
+        raise ValueError(f"--config {path}: must have at most {MOST:,} values, also where YAML's anchors repeat them")
     choices: dict[str, Any] = {}
     try:
         found = list(_arguments(values, config, given, choices))
@@ -53,7 +58,17 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
     except _Wrong as error:
         raise ValueError(f"--config {path}: {error}") from None
     except RecursionError:
-        raise ValueError(f"--config {path}: must not contain itself, as YAML's anchors allow") from None
+        raise ValueError(f"--config {path}: must not be nested this deep") from None
+
+
+def _parts(value: Any) -> Iterator[None]:
+    """One for each value inside a value, as often as anchors repeat it."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        yield
+        if isinstance(value, Mapping | list):
+            waiting.extend(itertools.chain.from_iterable(value.items()) if isinstance(value, Mapping) else value)
 
 
 class _Wrong(Exception):
@@ -61,12 +76,23 @@ class _Wrong(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose mappings name each key once."""
+    """YAML whose mappings name each key once, and in which 1:30 is a text: YAML 1.1 would read it as the number 90."""
 
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
         _once((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         return node
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    if ":" in node.value:
+        return node.value
+    own = loader.construct_yaml_int if node.tag.endswith(":int") else loader.construct_yaml_float
+    return own(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,7 +128,7 @@ def _arguments(
                 yield from _arguments({name: value}, sections[group], defaults[group], choices, prefix)
         elif kinds := dataclasses_of(hints[name]):
             if not isinstance(value, Mapping):
-                raise _Wrong(f"{prefix}{name} must hold options by name, got {value!r}")
+                raise _Wrong(f"{prefix}{name} must hold options by name, got {value!r:.80}")
             chosen = choices.get(name, defaults[name])
             kind = _having(kinds, value, type(chosen))
             if len(kinds) > 1 and not isinstance(chosen, kind):
@@ -120,21 +146,21 @@ def _words(prefix: str, name: str, value: Any, hint: Any) -> list[str]:
     """The arguments that give one option its value."""
     option = (prefix + name).replace("_", "-")
     if isinstance(value, Mapping):
-        raise _Wrong(f"{option} must be one value, got {dict(value)}")
+        raise _Wrong(f"{option} must be one value, got {dict(value)!r:.80}")
     if hint is bool:
         if not isinstance(value, bool):
-            raise _Wrong(f"{option} must be true or false, got {value!r}")
+            raise _Wrong(f"{option} must be true or false, got {value!r:.80}")
         return [f"--{option}" if value else f"--{prefix.replace('_', '-')}no-{name.replace('_', '-')}"]
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     inside = [part for kind in union if get_origin(kind) is tuple for part in get_args(kind)]
     if not isinstance(value, list):
         return [f"--{option}={_word(option, value, (*union, *inside))}"]
     if not inside:
-        raise _Wrong(f"{option} must be one value, got {value}")
+        raise _Wrong(f"{option} must be one value, got {value!r:.80}")
     words = [_word(option, part, tuple(inside)) for part in _flattened(value)]
     # A parser takes an option's first value as it is after "=", but a later one that begins with - for an option.
     if bad := [word for word in words[1:] if re.match(r"-(?![\d.])", word)]:
-        raise _Wrong(f"{option}: no value but the first may begin with -, got {bad[0]!r}")
+        raise _Wrong(f"{option}: no value but the first may begin with -, got {bad[0]!r:.80}")
     return [f"--{option}={words[0]}", *words[1:]] if words else [f"--{option}"]
 
 
@@ -146,7 +172,7 @@ def _word(option: str, value: Any, kinds: tuple) -> str:
     if value is False and any("off" in get_args(kind) for kind in kinds):
         return "off"
     if str in kinds and type(value) not in (str, *kinds):
-        raise _Wrong(f"{option} must be text, got {value!r}; write it in quotes")
+        raise _Wrong(f"{option} must be text, got {value!r:.80}; write it in quotes")
     return str(value)
 
 

@@ -36,7 +36,8 @@ def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
         raise ValueError(f"report: out must be a file in a directory that exists, got {out}")
     if trace:
         chrome_trace.write(run_dir)
-    tracker.write_text(out, _page(run_dir, trace))
+    page = _page(run_dir, trace)
+    tracker.write_text(out, page.encode(errors="replace").decode())  # JSON may hold halves of characters
     return out
 
 

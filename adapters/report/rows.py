@@ -21,7 +21,7 @@ def lines(path: pathlib.Path, fields: Types = FIELDS) -> Iterator[dict]:
     for number, line in enumerate(tracker.read_lines(path) if path.exists() else (), 1):
         for name, types in fields.items():
             if name in line and not isinstance(line[name], types):
-                rule = f"{name} must be {TYPES[types[0]]}, got {line[name]!r}"
+                rule = f"{name} must be {TYPES[types[0]]}, got {line[name]!r:.80}"
                 raise ValueError(f"{path}:{number}: {rule}; remove the line")
         yield line
 

@@ -15,8 +15,12 @@ from . import html as page
 from .html import escape
 
 TOKEN_BUDGET = 40_000  # tokens of samples in the report: about 5 MB
+LONGEST = 10_000  # tokens of a sample that are shown
+LONGEST_TEXT, LONGEST_TOKEN = 100_000, 200  # characters of a prompt or an answer, and of a token
+A_TOKEN = 100  # characters that count as a token: as many as the page has for one
 
 FIELDS: rows.Types = rows.FIELDS | {name: (list,) for name in ("tokens", "logp", "version_of_token")}
+FIELDS["trainer_logp"] = list, type(None)
 MODES = ("logp", "log-probability"), ("version", "policy version"), ("gap", "trainer − sampler")
 SCALES = {
     "logp": "white: certain; orange: unlikely, strongest at -4 nats",
@@ -39,7 +43,7 @@ def samples(path: pathlib.Path) -> str:
     sizes: dict[tuple[str, int], int] = collections.Counter()
     total = 0
     for line in rows.lines(path, FIELDS):
-        sizes[_step(line)] += max(1, len(line.get("tokens", ())))
+        sizes[_step(line)] += _size(_cut(line))
         total += 1
     if not total:
         return ""
@@ -50,8 +54,8 @@ def samples(path: pathlib.Path) -> str:
     steps: dict[tuple[str, int], list[dict]] = collections.defaultdict(list)
     for line in rows.lines(path, FIELDS):
         if _step(line) in chosen and room > 0:
-            steps[_step(line)].append(line)
-            room -= len(line.get("tokens", ()))
+            steps[_step(line)].append(line := _cut(line))
+            room -= _size(line)
     kept = sum(map(len, steps.values()))
     words = f"{charts.number(total)} samples" if kept == total else (
         f"{charts.number(kept)} of {charts.number(total)} samples, from steps across the run"
@@ -72,6 +76,22 @@ def samples(path: pathlib.Path) -> str:
         )
         + f"</div>{page.folded('what these numbers mean', f'<dl>{notes}</dl>')}"
     )
+
+
+def _cut(line: dict) -> dict:
+    """A line with as much of its tokens and texts as is shown."""
+    shorten = lambda text, most: text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+    tokens = [shorten(str(token), LONGEST_TOKEN) for token in line.get("tokens", ())[:LONGEST]]
+    texts = {name: shorten(str(line[name]), LONGEST_TEXT) for name in ("prompt", "text") if name in line}
+    known = lambda name: [x if rows.is_number(x) else None for x in (line.get(name) or ())[:LONGEST]]
+    numbers = {name: known(name) for name in ("logp", "version_of_token", "trainer_logp")}
+    return {**line, "tokens": tokens, **texts, **numbers}
+
+
+def _size(line: dict) -> int:
+    """What a cut line takes of the budget, in tokens."""
+    texts = len(line.get("prompt", "")) + len(line.get("text", "")) + sum(map(len, line["tokens"]))
+    return 1 + len(line["tokens"]) + texts // A_TOKEN
 
 
 def _step(line: dict) -> tuple[str, int]:
@@ -102,10 +122,10 @@ def _prompts(lines: Sequence[dict]) -> Iterator[str]:
 def _sample(line: dict) -> str:
     tokens, logp = [str(t) for t in line.get("tokens", ())], list(line.get("logp", ()))
     versions, trainer = list(line.get("version_of_token", ())), list(line.get("trainer_logp") or ())
-    sampled_by = sorted({v for v in versions if v >= 0})
+    sampled_by = sorted({v for v in versions if v is not None and v >= 0})
     known = [p for p in logp if rows.is_number(p)]
     mean = sum(known) / len(known) if known else None
-    trained = line.get("version")
+    trained = line["version"] if rows.is_number(line.get("version")) else None
     facts = (
         ("reward", _number(line.get("reward"))), ("advantage", _number(line.get("adv"))),
         ("finish", str(line.get("finish", ""))), ("tokens", charts.number(len(tokens))),
