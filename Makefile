@@ -32,7 +32,7 @@ fast = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=tr
 # Collects only files that have the mark: importing all of them takes longer than some marks' tests.
 # What the marks `wide` and `long` have moved out of another mark's target runs in `make test-wide` and `test-long`.
 marked = -m "$(1) $(patsubst %,and not %,$(filter-out $(1) $(if $(filter wide,$(1)),long),wide long))" \
-  $(shell grep -rlE --include='test_*.py' 'mark\.$(if $(filter slow wide,$(1)),($(1)|sweep),$(1))\b' tests)
+  $(shell grep -rlE --include='test_*.py' 'mark\.$(if $(filter cases wide,$(1)),($(1)|sweep),$(1))\b' tests)
 # Tests of commands, of packaged files, and of processes that start the installed copy.
 installed = package adapters_cli adapters_data_chat_sft adapters_report_build recipes_sft rollout_loop rollout_rewards rollout_sandbox_remote
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -65,6 +65,9 @@ $(dev): $(runtime)
 	@$(pip) torch
 	@$(pip) --editable '.[examples,test]'
 	@touch $@
+
+.PHONY: installs
+installs: $(dev) $(clients)/.done $(site)/.done ## install what most tests need; with `--jobs=2` in two thirds of the time
 
 .PHONY: demo
 demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, write a checkpoint and a report
@@ -151,6 +154,11 @@ test-slow: export XLA_FLAGS += $(fast)
 test-slow: $(dev) ## run the tests that take more than half a second: recipes, resumes, algorithms of every kind, TRL and PEFT
 	$(py) -m pytest -q $(call marked,slow) $(three)
 
+.PHONY: test-cases
+test-cases: export XLA_FLAGS += $(fast)
+test-cases: $(dev) ## run the further cases of tests of which `make test` runs the first
+	$(py) -m pytest -q $(call marked,cases) $(three)
+
 .PHONY: test-long
 test-long: export XLA_FLAGS += $(fast)
 test-long: $(dev) ## run the tests that take ten seconds and more: runs that are stopped, killed, damaged and resumed; servers that fail
@@ -175,7 +183,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-sglang ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-sglang ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)

@@ -96,20 +96,20 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 10, 10)
 
 
-TIERS = {"slow", "long", "mesh", "wide", "kernel", "learning", "agents", "docs", "gpu", "tpu"}
+TIERS = {"slow", "cases", "long", "mesh", "wide", "kernel", "learning", "agents", "docs", "gpu", "tpu"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects
 def pytest_collection_modifyitems(items):
     """Of a test marked `sweep`, leaves the first case where it is, and moves the others one tier down: from `make test`
-    to `slow`, from any other to `wide`."""
+    to `cases`, from any other to `wide`."""
     seen = set()
     for item in items:
         if item.get_closest_marker("sweep"):
             marks = {mark.name for mark in item.iter_markers()} & TIERS
             case = item.path, item.originalname, frozenset(marks)
             if case in seen:
-                item.add_marker("wide" if marks else "slow")
+                item.add_marker("wide" if marks else "cases")
             seen.add(case)
 
 

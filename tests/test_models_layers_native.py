@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 from areax.models.layers import native
 
 
@@ -21,6 +23,7 @@ def test_what_is_missing_is_said(monkeypatch, tmp_path):
         native.missing.cache_clear()
 
 
+@pytest.mark.long
 def test_a_damaged_library_is_compiled_again(monkeypatch, tmp_path, compiled):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = shutil.which("cc")

@@ -220,6 +220,7 @@ def result(said):
 # -- states and weights --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.mesh
 def test_a_state_of_two_processes_restores_in_one_and_the_reverse(place):
     model, both = str(place / "model"), json.dumps({"fsdp": 2, "tp": 2})

@@ -201,4 +201,7 @@ def test_what_is_recorded_of_llama_cpp_holds(tmp_path):
     }
     if not RECORDED.exists():
         RECORDED.write_text(json.dumps(found) + "\n")
-    assert found == json.loads(RECORDED.read_text())
+    kept = json.loads(RECORDED.read_text())
+    for name in kept.keys() | found.keys():  # the last digits are those of a build and a machine
+        assert found[name].pop("logps") == pytest.approx(kept[name].pop("logps"), abs=3e-3), name
+    assert found == kept
