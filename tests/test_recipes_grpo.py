@@ -806,6 +806,7 @@ def test_replicas_of_a_server_change_no_number(place, first, serve, monkeypatch)
     same(place, out, "first")
 
 
+@pytest.mark.slow
 def test_an_in_process_server_generates_while_the_trainer_updates(place):
     done = grpo.main(config(place, "inside ahead", servers=(), serve=INSIDE, eta=2, steps=5, lora=Lora(rank=2)))
     assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4

@@ -321,6 +321,20 @@ def process(root, key=KEY, port=0):
             own.communicate(timeout=20)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stager_that_is_told_to_end_leaves_no_versions(tmp_path, number):
+    """Those in progress neither, but whatever else is there."""
+    for name in ("1-00000000", ".2-00000000.part", "other"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+    with process(tmp_path / "root") as (_, own):
+        own.send_signal(number)
+        own.wait(20)
+    assert [path.name for path in (tmp_path / "root").iterdir()] == ["other"]
+    with process(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.slow
 def test_a_fleet_pushes_to_servers_that_do_not_see_our_files(place, weights, monkeypatch):
     monkeypatch.setenv(file_server.KEY, KEY)

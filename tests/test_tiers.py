@@ -23,5 +23,5 @@ def test_all_cases_but_the_first_of_each_tier_move_down():
     ]  # fmt: skip
     conftest.pytest_collection_modifyitems(items)
     assert [[mark.name for mark in one.iter_markers() if mark.name != "sweep"] for one in items] == [
-        [], [], ["mesh"], ["slow"], ["slow"], [], ["mesh", "wide"], ["slow"], ["slow", "wide"],
+        [], [], ["mesh"], ["cases"], ["cases"], [], ["mesh", "wide"], ["slow"], ["slow", "wide"],
     ]  # fmt: skip

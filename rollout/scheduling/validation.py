@@ -48,9 +48,9 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
         value = getattr(sample, name)
         if not (_number(value) and math.isfinite(value) and holds(value)):
             yield _wrong(name, f"be {rule} and finite", value)
-    for name, kind in (("rewards", Sequence), ("components", Mapping), ("arrays", Mapping)):
-        if not isinstance(getattr(sample, name), kind):
-            yield _wrong(name, f"be a {kind.__name__.lower()}", getattr(sample, name))
+    for name, form in (("rewards", Sequence), ("components", Mapping), ("arrays", Mapping)):
+        if not isinstance(getattr(sample, name), form):
+            yield _wrong(name, f"be a {form.__name__.lower()}", getattr(sample, name))
     for pair in sample.rewards:
         if not (isinstance(pair, Sequence) and len(pair) == 2 and _whole(pair[0]) and 0 <= pair[0] < n):
             yield _wrong("rewards", f"have indices in [0, {n})", pair)

@@ -334,9 +334,9 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
         http_process.serve(
             app(folder, key=key), sock, f"{http_process.address(sock.getsockname())} stages versions in {folder}"
         )
-    for version in (*_kept(folder), *folder.glob(".*.part")):
-        shutil.rmtree(version)
-    with contextlib.suppress(OSError):  # it holds something else
+    with contextlib.suppress(OSError):  # whoever started it has removed the folder, or it holds something else
+        for version in (*_kept(folder), *folder.glob(".*.part")):
+            shutil.rmtree(version, ignore_errors=True)
         folder.rmdir()
 
 
