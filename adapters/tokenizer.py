@@ -34,6 +34,10 @@ IMPORTING = threading.Lock()
 LARGEST = 2**28  # bytes of a file
 TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_TEXT = 20.0, 2**30, 1_000_000  # for a chat template and a message of one word
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+READ = (  # what tokenizers read of a folder
+    *FILES, "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
 
 
 # -- loading and creating ------------------------------------------------------------------------
@@ -51,7 +55,7 @@ def load(path: str | Path) -> Any:
                 f"; merge its adapters: areax convert {path} MERGED --merge" if adapters else f"; it needs {FILES[0]}"
             )
             raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}{what}")
-        for file in (file for pattern in hub.SMALL for file in folder.glob(pattern)):
+        for file in (folder / name for name in READ if os.path.lexists(folder / name)):
             if not file.is_file() or file.stat().st_size > LARGEST:
                 raise ValueError(
                     f"{file}: a tokenizer's files must be regular files of at most {LARGEST >> 20} MiB; remove it, or "
@@ -80,8 +84,9 @@ def load(path: str | Path) -> Any:
 
 
 def _check_template(tokens: Any, path: str) -> None:
-    """Raises ValueError for a chat template that does not end, or grows without bound, on a short conversation: it is
-    a program of the checkpoint's author, and nothing can stop it once it runs in earnest."""
+    """Raises ValueError for a chat template whose loops do not end, or grow, on a short conversation: it is a program
+    of the checkpoint's author, and nothing can stop it once it runs in earnest. One that does so in a single operation,
+    such as a power, is not noticed."""
     if not tokens.chat_template:
         return
     talk = [{"role": "user", "content": "Hello"}]

@@ -139,7 +139,8 @@ def main(config: Config, rows: Any = None) -> dict:
             common.run_directory(config.out, config.serving.published) as run,
             orbax.open_store(out / "state") as store,
         ):
-            frozen = bool(config.training.lora.rank) or config.training.objective.needs_reference
+            own = config.training
+            frozen = bool(own.lora.rank) or own.objective.needs_reference or own.vision == "frozen"
             known = contents.same(config, tokens, frozen=frozen, quiet=index > 0)
             trainer = build_trainer(config)
             with resume.restoring(config):

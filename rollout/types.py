@@ -28,6 +28,9 @@ class Image:
 
     data: bytes = field(repr=False)
 
+    def __deepcopy__(self, _: Any) -> Image:
+        return self
+
     @functools.cached_property
     def hash(self) -> str:
         """SHA-256 of the bytes, hexadecimal: its identity in prefix caches and logs."""

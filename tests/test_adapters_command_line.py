@@ -87,6 +87,7 @@ def test_a_time_in_yaml_is_a_text_and_no_number_of_seconds(tmp_path):
     assert words == ["--steps=1:30", "--out=1:30.5", "--seed=1000", "--sampling.temperature=0.5"]
 
 
+MERGES = "a0: &a0 {b: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12))
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(  # 10^9 values in 400 bytes
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
 )
@@ -104,6 +105,9 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(  # 10^9 values in
         ("a: [", "must be YAML or JSON, got: "),
         ("", "must hold options by name, got NoneType"),
         ("servers: &x [*x]", "must have at most 100,000 values, also where YAML's anchors repeat them"),
+        (MERGES, "must have at most 100,000 values, also where << merges them"),
+        ("steps: !!int ''", "must be YAML or JSON, got: "),
+        (f"a: &a [{', '.join(['*a'] * 3000)}]", "must have at most 100,000 values"),
         (LAUGHS, "must have at most 100,000 values, also where YAML's anchors repeat them"),
         (f"colocated: '{'long' * 10**6}'", "colocated must be true or false, got 'longlong"),
         ("[" * 100_000, "must be YAML or JSON, got: "),

@@ -32,7 +32,7 @@ from scripted import (
 from areax.rollout import client
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.processes import http_later
-from areax.rollout.servers import endpoint
+from areax.rollout.servers import endpoint, labels
 from areax.rollout.types import sampled
 
 # ---------------------------------------------------------------- one request
@@ -202,8 +202,10 @@ def test_a_server_that_asks_to_come_later_is_asked_later(status):
             check(await fleet.generate([1], max_new_tokens=3), [1], 3)
             assert asyncio.get_running_loop().time() - begun >= 0.3 and len(a.generated()) == 2
             a.refuse["/model_info"] = later
-            with pytest.raises(RuntimeError, match=f"HTTP {status}"):
-                await fleet.servers[0].api.weight_label(timeout_s=0.5)
+            begun = asyncio.get_running_loop().time()
+            with pytest.raises(endpoint.Unreached, match=f"HTTP {status}"):  # at once: it would take longer than that
+                await fleet.servers[0].api.weight_label(timeout_s=9, reach_s=0.25)
+            assert asyncio.get_running_loop().time() - begun < 0.25
 
     run(main)
 
@@ -897,3 +899,10 @@ def test_two_runs_on_one_server_do_not_take_it_from_each_other_for_ever(tmp_path
                     await other.generate([1], max_new_tokens=1)
 
     run(main)
+
+
+def test_a_label_of_any_length_is_read():
+    assert labels.version_of("12-0123abcd") == 12
+    assert [labels.version_of(x) for x in ("9" * 5000 + "-0123abcd", "20240612093000-1a2b3c4d", "\u0663-0123abcd")] == [
+        -1
+    ] * 3

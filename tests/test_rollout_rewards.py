@@ -61,8 +61,10 @@ def act(text, row):
                 os.write(number, b"not a frame, of no use to anybody")
             except OSError:
                 pass
-    if text == "forge":
+    if text in ("forge", "infinite"):
         answer = b'{"memory": 1, "answers": [[123456, "scored", [1.0, {}, []]]]}'
+        if text == "infinite":
+            answer = b'{"memory": Infinity, "answers": []}'
         for number in range(3, 64):
             try:
                 os.write(number, len(answer).to_bytes(4, "little") + answer)
@@ -244,7 +246,7 @@ def test_a_hanging_reward_is_killed_with_its_children_and_only_its_sample_is_los
             raise AssertionError(f"process {pid} survived")
 
 
-@pytest.mark.parametrize("text", ["fork", "garble", "forge"])
+@pytest.mark.parametrize("text", ["fork", "garble", "forge", "infinite"])
 def test_a_reward_that_breaks_its_worker_costs_at_most_its_sample(file, text):
     out, counts = ask(f"{file}:act", [*["ok"] * 8, text, *["ok"] * 8], workers=1, timeout_s=2.0, retries=0)
     assert [x.value for i, x in enumerate(out) if i != 8] == [1.0] * 16

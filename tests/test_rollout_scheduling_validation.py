@@ -51,6 +51,10 @@ def changed(**fields):
         ({"weight": np.nan}, "weight must be above 0"),
         ({"label": "good"}, "label must be a number and finite, got 'good'"),
         ({"rewards": ((3, np.inf),)}, "rewards must be finite, or NaN, got inf"),
+        ({"rewards": ((3, 1e300),)}, "rewards must be finite, or NaN, got 1e.300"),
+        ({"weight": 1e-300}, "weight must be above 0 and finite, got 1e-300"),
+        ({"finish": np.array(["stop", "stop"])}, "finish must be one of"),
+        ({"images": None}, "images must be a sequence, got None"),
         ({"rewards": ((3, None),)}, "rewards must be finite, or NaN, got None"),
         ({"rewards": ((4, 1.0),)}, r"rewards must have indices in \[0, 4\), got .4, 1.0."),
         ({"rewards": ((-1, 1.0),)}, "rewards must have indices"),
@@ -73,7 +77,8 @@ def test_good_samples_pass():
     assert violation(GOOD) == violation(GOOD, vocabulary=5, newest=8) == ""
     rounded = dataclasses.replace(GOOD, logp=np.array([0, 0, 1e-6, -2.0], np.float32))  # log-softmax in float32
     unscored = dataclasses.replace(GOOD, rewards=((3, float("nan")),), components={"form": float("nan")})
-    assert violation(rounded) == violation(unscored) == ""
+    right = dataclasses.replace(GOOD, rewards=((3, True),), components={"exact": np.True_, "form": np.float32(0.5)})
+    assert violation(rounded) == violation(unscored) == violation(right) == ""
 
 
 @given(st.sampled_from([f.name for f in dataclasses.fields(Sample) if f.name not in ("info", "images")]), NUMBERS)

@@ -44,7 +44,7 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
         values = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, _Loader)
     except _Wrong as error:
         raise ValueError(f"--config {path}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, IndexError, KeyError, AttributeError) as error:
         raise ValueError(f"--config {path}: must be YAML or JSON, got: {' '.join(str(error).split()):.300}") from None
     if not isinstance(values, Mapping):
         raise ValueError(f"--config {path}: must hold options by name, got {type(values).__name__}")
@@ -63,12 +63,18 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
 
 def _parts(value: Any) -> Iterator[None]:
     """One for each value inside a value, as often as anchors repeat it."""
-    waiting = [value]
+    waiting = [iter([value])]
     while waiting:
-        value = waiting.pop()
-        yield
-        if isinstance(value, Mapping | list):
-            waiting.extend(itertools.chain.from_iterable(value.items()) if isinstance(value, Mapping) else value)
+        for value in waiting[-1]:
+            yield
+            if isinstance(value, Mapping):
+                waiting.append(itertools.chain.from_iterable(value.items()))
+                break
+            if isinstance(value, list):
+                waiting.append(iter(value))
+                break
+        else:
+            waiting.pop()
 
 
 class _Wrong(Exception):
@@ -82,6 +88,11 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         _once((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         return node
+
+    def flatten_mapping(self, node):
+        super().flatten_mapping(node)
+        if len(node.value) > MOST:
+            raise _Wrong(f"must have at most {MOST:,} values, also where << merges them")
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:

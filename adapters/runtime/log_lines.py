@@ -1,5 +1,6 @@
 """Log messages as they may stand on a terminal: they quote servers, files and programs that may write anything."""
 
+import contextlib
 import logging
 
 from ...rollout.processes.printable import printable
@@ -12,7 +13,8 @@ def record(name: str, *args, **kwargs) -> logging.LogRecord:
     """A log record; of areax's own one line, without characters that control a terminal, of at most LONGEST."""
     made = _own(name, *args, **kwargs)
     if name.startswith("areax."):
-        made.msg, made.args = printable(made.getMessage())[:LONGEST], ()
+        with contextlib.suppress(TypeError, ValueError):  # of arguments that do not fit, which logging reports itself
+            made.msg, made.args = printable(made.getMessage())[:LONGEST], ()
     return made
 
 

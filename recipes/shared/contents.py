@@ -104,11 +104,14 @@ def _code(path: str) -> str:
     """Of the file that an object path names; "" of a command, and of areax's own."""
     place = path.rpartition(":")[0]
     if not place.endswith(".py"):
-        try:
-            spec = importlib.util.find_spec(place) if place else None
-        except (ImportError, ValueError):
-            spec = None
-        place = spec.origin if spec and spec.origin and place.partition(".")[0] != "areax" else ""
+        top, *inner = place.split(".")
+        spec = importlib.util.find_spec(top) if top and top != "areax" else None  # of an inner module it would import
+        if inner and spec:
+            files = (Path(root, *inner) for root in spec.submodule_search_locations or ())
+            found = [f for file in files for f in (file.with_suffix(".py"), file / "__init__.py") if f.is_file()]
+            place = str(found[0]) if found else ""
+        else:
+            place = spec.origin or "" if spec else ""
     return _file(Path(place)) if place and Path(place).is_file() else ""
 
 

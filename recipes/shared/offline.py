@@ -243,7 +243,7 @@ def fit(
         ending.stop_signal() as stop, jax.set_mesh(mesh), common.run_directory(config.out),
         orbax.open_store(out / "state") as store,
     ):  # fmt: skip
-        known = contents.same(config, tokens, frozen=frozen or bool(own.frozen), quiet=quiet)
+        known = contents.same(config, tokens, frozen=frozen or bool(own.adapters or own.tower), quiet=quiet)
         start = store.latest or 0
         if start:
             with resume.restoring(config):

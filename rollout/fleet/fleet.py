@@ -437,7 +437,7 @@ class Fleet:
             finally:
                 server.load -= 1
                 self._wake()
-            await asyncio.sleep(max(backoff(busy), asked_s))
+            await asyncio.sleep(max(backoff(busy), asked_s if len(self.healthy) < 2 else 0.0))
             busy += 1
 
     async def _verified(self, server: Server, attempt: Attempt, adapter: str) -> Part:

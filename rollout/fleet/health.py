@@ -24,11 +24,11 @@ from .fleet import Fleet, Restart, labels_of
 
 log = logging.getLogger(__name__)
 
-TAKEN = 3  # times that a server is taken back from another run
+TAKEN = 3  # times that a server is taken back from another run: two runs on one would go on for ever
 
 
 async def recover(fleet: Fleet, server: Server) -> None:
-    """Returns when `server` is healthy; one that was declared dead is still retried."""
+    """Returns when `server` is healthy, or another run keeps it; one that does not answer is retried."""
     try:
         await _recover(fleet, server)
     finally:
@@ -46,17 +46,17 @@ async def _recover(fleet: Fleet, server: Server) -> None:
         except (ServerError, ValueError) as error:
             fleet.set_state(server, "dead", str(error))
         else:
-            if _of_another_run(fleet, server, label):
-                server.taken += 1
-                if server.taken == TAKEN:
-                    why = f"another run has given it weights {label!r}, for the {TAKEN}rd time since this run began"
-                    fleet.set_state(server, "dead", f"{server.url}: {why}; give each run servers of its own")
-                    return
+            foreign = version_of(label) >= 0 and label not in server.given
+            if foreign and server.taken >= TAKEN:
+                why = f"another run has given it weights {label!r}, after this one took it back {TAKEN} times"
+                fleet.set_state(server, "dead", f"{server.url}: {why}; give each run servers of its own")
+                return
             if server.state == "suspect" and not server.released and await _is_unharmed(fleet, server, label):
                 return
             try:
                 while not await _reload(fleet, server):
                     pass
+                server.taken += foreign
                 return
             except (ServerError, ValueError) as error:
                 failed += 1
@@ -66,12 +66,6 @@ async def _recover(fleet: Fleet, server: Server) -> None:
         if server.state == "dead" and fleet.restart:
             await _restart(fleet, server, fleet.restart)
         await asyncio.sleep(timeouts.backoff(failed))
-
-
-def _of_another_run(fleet: Fleet, server: Server, label: str) -> bool:
-    """Whether the weights that a server reports were published, but not by this run: two runs on one server would take
-    it from each other for ever."""
-    return version_of(label) >= 0 and label not in (*server.labels, server.base, *labels_of(fleet.published))
 
 
 async def _is_unharmed(fleet: Fleet, server: Server, label: str) -> bool:

@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+from .orphan_guard import MARK
+
 GRACE_S = 4.0  # from SIGTERM to SIGKILL
 
 _lock = threading.Lock()
@@ -72,6 +74,7 @@ def _tell(line: str) -> None:
     _guard = subprocess.Popen(
         [sys.executable, "-I", str(script)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, bufsize=1,
         start_new_session=True, cwd="/",
+        env={name: value for name, value in os.environ.items() if name != MARK},  # it outlives what starts it
     )  # fmt: skip
     assert _guard.stdin is not None
     _guard.wait()  # until it has forked

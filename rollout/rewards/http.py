@@ -95,6 +95,7 @@ async def ask(
     for attempt in range(attempts):
         if attempt:
             await asyncio.sleep(max(asked_s, FIRST_DELAY_S * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)))
+        asked_s = 0.0
         # One session per attempt: rewards are few, and a shared session would outlive its event loop.
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
         limit = aiohttp.ClientTimeout(total=timeout_s)

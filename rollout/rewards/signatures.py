@@ -54,7 +54,9 @@ def score(value: Any) -> Score:
         raise ValueError(f"a reward must be {KINDS}, got an empty dict")
     if len(value) > COMPONENTS:
         raise ValueError(f"a reward must have at most {COMPONENTS} components, got {len(value)}")
-    components = {str(name)[:LONGEST_NAME]: _number(part) for name, part in value.items()}
+    if (longest := max(len(str(name)) for name in value)) > LONGEST_NAME:
+        raise ValueError(f"a component's name must have at most {LONGEST_NAME} characters, got {longest}")
+    components = {str(name): _number(part) for name, part in value.items()}
     total = components.pop("reward", None)
     return Score(_number(sum(components.values())) if total is None else total, components)
 

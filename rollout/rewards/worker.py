@@ -171,7 +171,7 @@ class Worker:
             if not {outcome for _, outcome, _ in told} <= {"scored", "raised", "late"}:
                 raise ValueError(f"outcomes of {told}")
             calls = [self.running[id] for id, _, _ in told]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Garbled(f"an answer to no call, or of another form ({type(error).__name__}: {error!s:.80})") from None
         for id, _, _ in told:
             self.running.pop(id, None)
@@ -210,14 +210,14 @@ class Worker:
 def _score(told: Any) -> Score:
     """A Score as `_scored` sends it; raises TypeError or ValueError for anything else."""
     value, components, steps = told
-    numbers = [value, *components.values(), *(reward for _, reward in steps)]
-    if not all(isinstance(number, int | float) for number in numbers):
-        raise TypeError("a reward that is no number")
-    return score(Score(float(value), components, tuple((int(end), float(reward)) for end, reward in steps)))
+    parts = score(components).components if components else {}
+    return score(Score(value, parts, score(list(steps)).steps if steps else ()))
 
 
 def serve(handle: int, answers: int, name: str, timeout_s: float, as_called: bool) -> None:
     """The main function of a worker: resolves the reward, then answers calls until their stream ends."""
+    for number in (handle, answers):  # programs that the reward starts must not hold the streams open
+        os.set_inheritable(number, False)
     _owner.append(os.getpid())
     with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
         try:

@@ -41,11 +41,11 @@ PARENT_DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38
 # Of <linux/seccomp.h>, <linux/bpf_common.h> and <linux/audit.h>.
 SECCOMP, SECCOMP_FILTER, ALLOW, REFUSE = 22, 2, 0x7FFF0000, 0x00050000 | 1  # EPERM
 LOAD, EQUAL, AT_LEAST, RETURN, X32 = 0x20, 0x15, 0x35, 0x06, 0x40000000
-# Calls that hold memory which no process maps, so that no limit counts it: memfd_create, memfd_secret, shmget,
-# io_uring_setup. The architecture stands first.
+# Calls that hold memory which no process maps, so that no limit counts it: memfd_create, memfd_secret, shmget, msgget,
+# semget, io_uring_setup. The architecture stands first.
 REFUSED = {
-    "x86_64": (0xC000003E, 319, 447, 29, 425),
-    "aarch64": (0xC00000B7, 279, 447, 194, 425),
+    "x86_64": (0xC000003E, 319, 447, 29, 68, 64, 425),
+    "aarch64": (0xC00000B7, 279, 447, 194, 186, 190, 425),
 }
 
 libc = ctypes.CDLL(None, use_errno=True)

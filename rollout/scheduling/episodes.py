@@ -154,7 +154,13 @@ async def _played(workflow, generate, row, check: Check) -> list[Sample]:
       ValueError: the workflow returned something else, or ended itself in a way that would end this process in silence.
     """
     try:
-        result = await workflow(generate, copy.deepcopy(row))
+        own = copy.deepcopy(row)
+    except TypeError as error:
+        raise ValueError(
+            f"a row must be data, which each episode gets a copy of ({error}); {object_path.row(row)}"
+        ) from error
+    try:
+        result = await workflow(generate, own)
     except SystemExit as error:
         raise ValueError(f"the workflow exited ({error.code!r:.80}); {object_path.row(row)}") from error
     except asyncio.CancelledError as error:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..types import LARGEST_LOGP, Finish, Sample
 
+LARGEST = 3.4028234663852886e38  # of float32
 LONGEST = 80  # characters of a wrong value in a message
 
 
@@ -38,17 +39,19 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
     if newest is not None:
         yield from _outside("version", sample.version, -1, newest + 1, "the newest version + 1 = ")
     logp = _array(sample.logp)[mask]
-    if (bad := ~((logp <= LARGEST_LOGP) & (logp > -np.inf))).any():
+    if (bad := ~((logp <= LARGEST_LOGP) & (logp >= -LARGEST))).any():
         yield _wrong("logp", "be finite and at most 0", logp[bad][0])
     for name, rule, holds in (
         ("temperature", "at least 0", lambda x: x >= 0),
-        ("weight", "above 0", lambda x: x > 0),
+        ("weight", "above 0", lambda x: np.float32(x) > 0),
         ("label", "a number", lambda x: True),
     ):
         value = getattr(sample, name)
         if not (_number(value) and math.isfinite(value) and holds(value)):
             yield _wrong(name, f"be {rule} and finite", value)
-    for name, form in (("rewards", Sequence), ("components", Mapping), ("arrays", Mapping)):
+    for name, form in (
+        ("rewards", Sequence), ("components", Mapping), ("arrays", Mapping), ("images", Sequence), ("info", Mapping),
+    ):  # fmt: skip
         if not isinstance(getattr(sample, name), form):
             yield _wrong(name, f"be a {form.__name__.lower()}", getattr(sample, name))
     for pair in sample.rewards:
@@ -59,7 +62,7 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
     for name, value in sample.components.items():
         if not (isinstance(name, str) and _number(value)) or math.isinf(value):
             yield _wrong("components", "be finite numbers, or NaN, by name", {name: value})
-    if sample.finish not in get_args(Finish):
+    if not (isinstance(sample.finish, str) and sample.finish in get_args(Finish)):
         yield _wrong("finish", f"be one of {', '.join(get_args(Finish))}", sample.finish)
     for name in ("group", "prompt", "sample", "rollout", "pair"):
         if not _whole(getattr(sample, name)):
@@ -85,12 +88,17 @@ def _outside(name: str, values: Any, low: int, high: int, what: str) -> Iterator
 
 
 def _number(value: Any) -> bool:
-    """Whether a value is a number that float can hold."""
-    return isinstance(value, float | np.floating) or (_whole(value) and abs(int(value)) < 2**63)
+    """Whether a value is a number that float32 can hold, in which training has it."""
+    if isinstance(value, bool | np.bool_):
+        return True
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    size: Any = abs(value)
+    return not LARGEST < size < math.inf
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(-(2**63) <= value < 2**63)
 
 
 def _wrong(name: str, rule: str, value: Any) -> str:

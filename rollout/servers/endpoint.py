@@ -21,6 +21,7 @@ from ..processes.printable import printable
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
 MESSAGE = 2**16  # bytes of an error that are read for its message
+LARGEST_EVENT = 2**26  # bytes of an event of a stream
 LARGEST = 2**30  # bytes of an answer, the experts of many tokens included
 
 
@@ -105,10 +106,10 @@ class Endpoint:
                     except (Unreached, Broken) as error:
                         if timeout_s is None or (isinstance(error, Broken) and method != "GET"):
                             raise
+                        delay = max(delay, getattr(error, "wait_s", 0.0))
                         if reach_s is not None and clock() - began + delay > reach_s:
                             raise
                         last = str(error)
-                        delay = max(delay, getattr(error, "wait_s", 0.0))
                     await asyncio.sleep(delay)
                     attempt += 1
         except TimeoutError:
@@ -146,6 +147,8 @@ async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[
     data = bytearray()
     async for piece in reply.content.iter_any():
         data += piece
+        if status != 200 and len(data) >= MESSAGE:
+            break
         if len(data) > LARGEST:
             raise ServerError(f"{where}: the answer has more than {LARGEST} bytes")
     shown = _shown(data)
@@ -177,11 +180,15 @@ async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[
 
 async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None]) -> dict:
     """The last of the server-sent events, each of which repeats everything generated so far."""
-    last, rest = None, b""
+    last, rest = None, bytearray()
     async for piece in reply.content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > LARGEST:
-            raise ServerError(f"{where}: an event has more than {LARGEST} bytes")
+        rest += piece
+        if len(rest) > LARGEST_EVENT:
+            raise ServerError(f"{where}: an event has more than {LARGEST_EVENT} bytes")
+        if b"\n" not in piece:
+            continue
+        *lines, left = bytes(rest).split(b"\n")
+        rest = bytearray(left)
         for line in lines:
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]" and last:

@@ -16,7 +16,7 @@ from ..errors import ServerError
 
 MANIFEST = "manifest.json"  # of a checkpoint: its version and a hash of every tensor
 
-_LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
+_LABEL = re.compile(r"([0-9]{1,9})-[0-9a-f]{8}")
 
 
 def read_label(manifest_path: str | os.PathLike) -> str:
@@ -40,7 +40,7 @@ def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
     return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
 
 
-@functools.cache  # asked for every token
+@functools.lru_cache(4096)  # asked for every token
 def version_of(label: str) -> int:
     """The policy version in `label`; -1 if it is not a weight label.
 

@@ -66,7 +66,8 @@ class Server:
       cached: prompt prefixes it is expected to have in its cache.
       limit: how many requests it gets at a time, below the fleet's bound.
       pauses: how often it was paused for new weights.
-      taken: how often it was found with weights of another run.
+      given: the labels of all weights that it had at first or got from this run.
+      taken: how often it was taken back from another run.
       base: if it serves adapters, the label of the base weights, which it reports.
       adapters: adapters that requests may use, newest last; `using` counts requests per adapter.
     """
@@ -98,6 +99,7 @@ class Server:
     cached: prefix_routing.Cached = field(default_factory=prefix_routing.Cached)
     limit: concurrency.Limit = field(default_factory=concurrency.Limit)
     pauses: int = 0
+    given: set[str] = field(default_factory=set)
     taken: int = 0
     base: str = ""
     adapters: list[str] = field(default_factory=list)
@@ -118,6 +120,9 @@ class Server:
     @load.setter
     def load(self, requests: int) -> None:
         self.held.set(requests)
+
+    def __post_init__(self):
+        self.given.update(self.labels)
 
     def expected(self, oldest: int) -> list[str]:
         """The labels it may report while `labels[oldest]` is the oldest in use."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -233,6 +234,11 @@ class SGLang(Endpoint):
             on_event = lambda event: on_tokens(self._ids(event))
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event)
         part = self._part(answer, experts_per_token)
+        if len(part.tokens) > sampling.get("max_new_tokens", math.inf):
+            raise ServerError(
+                f"{self.url}/generate: at most {sampling['max_new_tokens']} tokens were asked for, got "
+                f"{len(part.tokens)}"
+            )
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
         if prompt.images and read != sent:
             raise ServerError(

@@ -114,6 +114,8 @@ def _routed(meta: Mapping[str, Any], experts_per_token: int, new: int) -> np.nda
             f"routed experts must be {experts_per_token} per layer for {read} tokens, got {len(sent)} in all; the "
             "server has another model"
         )
+    if len(sent) and sent.min() < 0:
+        raise ServerError(f"routed experts must be numbers from 0 on, got {sent.min()}")
     return sent.reshape(read, -1, experts_per_token)
 
 
@@ -126,13 +128,10 @@ def load_report(answer: Mapping[str, Any]) -> Report | None:
     """The load summed over replicas; None for an answer of another form."""
     try:
         names = "num_running_reqs", "num_waiting_reqs", "token_usage"
-        loads = [[float(load[name]) for name in names] for load in answer["loads"]]
+        running, waiting, usage = zip(*([float(load[name]) for name in names] for load in answer["loads"]), strict=True)
+        return Report(int(sum(running)), int(sum(waiting)), max(usage)) if np.isfinite(usage).all() else None
     except MALFORMED:
         return None
-    if not loads or not np.isfinite(loads).all():
-        return None
-    running, waiting, usage = zip(*loads, strict=True)
-    return Report(int(sum(running)), int(sum(waiting)), max(usage))
 
 
 def adapter_refusal(info: Mapping[str, Any], rank: int, modules: Collection[str]) -> str:

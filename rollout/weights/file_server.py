@@ -222,8 +222,8 @@ class Stager:
         answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=self._there.reach_s)
         try:
             return Staged(str(answer["path"]), int(answer["bytes"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self._there.url}/stage: not the answer of a stager: {answer}") from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ServerError(f"{self._there.url}/stage: not the answer of a stager: {answer!r:.200}") from error
 
 
 def listing(directory: Path) -> dict[str, dict]:

@@ -43,6 +43,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         server.pauses += 1
         await server.reclaim_memory()
         server.weights_verified.clear()
+        server.given.add(weights.label)
         server.labels.append(weights.label)  # tokens sampled from here on may carry it
         server.adapters = []
         loading = now()

@@ -184,7 +184,7 @@ def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
             for name, entry in listing["files"].items()
         }
         manifest = files[MANIFEST]["xxh3_128"]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise RuntimeError(f"stager: the listing of {label} is malformed ({error!r})") from error
     if not all(Path(name).name == name and not name.startswith(".") for name in files):
         raise RuntimeError(f"stager: the listing of {label} must name files without folders, got {sorted(files)}")
@@ -218,7 +218,7 @@ async def _from_delta(fetch: _Fetch, offered: dict | None, base: Path, part: Pat
         for name in made:
             if await asyncio.to_thread(described, part / name) != files[name]:
                 raise ValueError(f"{name} is not what was published")
-    except (ValueError, KeyError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         log.warning("stager: fetching the complete version, because its delta is unusable: %s", error)
         for name in files:
             (part / name).unlink(missing_ok=True)
