@@ -37,6 +37,7 @@ MOST = Limits(timeout_s=60, memory_bytes=2**31, output_bytes=2**20, files_bytes=
 BODY = 4 * 2**20  # bytes
 BODY_S = 20.0  # for a body to arrive
 WAIT_S = 120.0  # for a free place, in addition to the program's own time
+LARGEST = 2**26  # bytes of an answer
 WAITING = 16  # requests per place; more get a 503
 
 
@@ -73,15 +74,29 @@ class Remote:
             async with self.session.post(
                 f"{self.url}/run", json=body, timeout=aiohttp.ClientTimeout(seconds), allow_redirects=False
             ) as answer:
-                status, content = answer.status, json.loads(await answer.read())
+                data = bytearray()
+                async for piece in answer.content.iter_any():
+                    data += piece
+                    if len(data) > LARGEST:
+                        raise ServerError(f"sandbox: {self.url}: the answer has more than {LARGEST} bytes")
+            status, content = answer.status, json.loads(data)
             if status == 200:
-                return Result(**content)
+                return _result(content)
             error = content["error"]["message"]
-        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as failed:
-            raise ServerError(f"sandbox: no answer from {self.url}: {type(failed).__name__}: {failed}") from failed
+        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, RecursionError) as failed:
+            why = f"{type(failed).__name__}: {failed!s:.200}"
+            raise ServerError(f"sandbox: no answer from {self.url}: {why}") from failed
         if status == 400:
-            raise ValueError(f"{error} (from {self.url})")
-        raise ServerError(f"sandbox: {self.url} answered {status}: {error}")
+            raise ValueError(f"{error!s:.500} (from {self.url})")
+        raise ServerError(f"sandbox: {self.url} answered {status}: {error!s:.500}")
+
+
+def _result(content: Any) -> Result:
+    """A Result from JSON; raises TypeError or KeyError for anything else."""
+    made = Result(content["stdout"], content["stderr"], content["code"], content["why"])
+    if type(made.code) is not int or not all(isinstance(text, str) for text in (made.stdout, made.stderr, made.why)):
+        raise TypeError(f"not the result of a program: {content!r:.80}")
+    return made
 
 
 def app(*, places: int, key: str | None = None, most: Limits = MOST) -> ASGIApp:
