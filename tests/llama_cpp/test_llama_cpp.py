@@ -202,6 +202,6 @@ def test_what_is_recorded_of_llama_cpp_holds(tmp_path):
     if not RECORDED.exists():
         RECORDED.write_text(json.dumps(found) + "\n")
     kept = json.loads(RECORDED.read_text())
-    for name in kept.keys() | found.keys():  # the last digits are those of a build and a machine
-        assert found[name].pop("logps") == pytest.approx(kept[name].pop("logps"), abs=3e-3), name
+    for name in kept.keys() | found.keys():  # of a build and a machine; Gemma's GELU is a table of 16 bits there
+        assert found[name].pop("logps") == pytest.approx(kept[name].pop("logps"), abs=1e-2), name
     assert found == kept
