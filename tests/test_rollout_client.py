@@ -31,7 +31,7 @@ from scripted import (
 
 from areax.rollout import client
 from areax.rollout.fleet.push import push_weights
-from areax.rollout.processes import http_later
+from areax.rollout.processes import http_answers
 from areax.rollout.servers import endpoint, labels
 from areax.rollout.types import sampled
 
@@ -212,9 +212,11 @@ def test_a_server_that_asks_to_come_later_is_asked_later(status):
 
 def test_how_long_a_server_asks_to_wait():
     soon = email.utils.format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=30))
-    assert http_later.wait_s("7") == 7 and 25 < http_later.wait_s(soon) <= 30
-    assert http_later.wait_s("1e9") == http_later.LONGEST_WAIT_S
-    assert [http_later.wait_s(x) for x in ("", "soon", "-5", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT")] == [0] * 6
+    assert http_answers.wait_s("7") == 7 and 25 < http_answers.wait_s(soon) <= 30
+    assert http_answers.wait_s("1e9") == http_answers.LONGEST_WAIT_S
+    assert [http_answers.wait_s(x) for x in ("", "soon", "-5", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT")] == [
+        0
+    ] * 6
 
 
 def test_a_redirect_is_not_followed():

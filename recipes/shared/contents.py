@@ -17,9 +17,8 @@ from areax.parallel.multihost import processes
 from areax.recipes.shared import resume
 
 HOLD = {"model": "weights", "teacher": "weights", "critic.model": "weights", "reward": "code", "workflow": "code"}
-SCALES = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapters of a state are another policy
+TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapters of a state are another policy
 WEIGHTS = "*.safetensors", "config.json"
-PART = 1 << 22  # bytes that are hashed at a time
 TEXTS = (  # which two tokenizers with the same vocabulary may split in two ways
     "The quick brown fox jumps over 1,234,567 lazy dogs.",
     "  def f(x):\n\treturn x**2  # \u00e9\u00df\u4f60\u597d\n\n",
@@ -67,16 +66,16 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
     With a changed option a run goes on, and says so, but for frozen weights, without which its state is of no use.
 
     Raises:
-      ValueError: another content under the same option; other frozen weights; another scale of adapters.
+      ValueError: another content under the same option; other frozen weights; another scale or base of adapters.
     """
     newest = orbax.newest(Path(config.out) / "state")
-    cursor = newest and newest[1] or {}
-    then = cursor.get("rollout", cursor).get("contents") or {}
     if not newest:
         return
+    cursor = newest[1] or {}
+    then = cursor.get("rollout", cursor).get("contents") or {}
     options, changed = resume.options(config), {name: former for name, former, _ in resume.changed(config)}
     instead = f"give the former, or name another --out than {config.out}"
-    for name in SCALES:
+    for name in TRAINED_WITH:
         if name in changed and options["lora.rank"]:
             raise ValueError(
                 f"--{name}: must be the run's, {changed[name]}, with which its adapters were trained, got "
@@ -91,17 +90,17 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
 
 
 def _weights(model: str) -> str:
-    """Of all weights and the config, in whatever files they are named; "" if they are gone."""
+    """The hash of all weights and of the config, whatever the files are called; "" if the weights are gone."""
     folder = Path(hub.folder(model))
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
     if not any(file.suffix == ".safetensors" for file in files):
         return ""
     with ThreadPoolExecutor() as threads:
-        return _hash(repr(list(threads.map(_file, files))).encode())
+        return _hash(repr(list(threads.map(hub.content, files))).encode())
 
 
 def _code(path: str) -> str:
-    """Of the file that an object path names; "" of a command, and of areax's own."""
+    """The hash of the file that an object path names; "" for a command, and for areax's own code."""
     place = path.rpartition(":")[0]
     if not place.endswith(".py"):
         top, *inner = place.split(".")
@@ -112,15 +111,7 @@ def _code(path: str) -> str:
             place = str(found[0]) if found else ""
         else:
             place = spec.origin or "" if spec else ""
-    return _file(Path(place)) if place and Path(place).is_file() else ""
-
-
-def _file(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while part := file.read(PART):
-            state.update(part)
-    return state.hexdigest()
+    return hub.content(place) if place and Path(place).is_file() else ""
 
 
 def _hash(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Sizes that no machine of this memory can hold, refused before anything is allocated."""
+"""Memory: of this machine and this process, and sizes that no such machine can hold, refused in advance."""
 
 from __future__ import annotations
 

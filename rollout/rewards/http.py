@@ -20,7 +20,7 @@ from yarl import URL
 
 from ..errors import ServerError
 from ..processes import json_rows, keys
-from ..processes.http_later import LATER, wait_s
+from ..processes.http_answers import LATER, read_body, wait_s
 
 LARGEST = 1 << 20  # bytes of an answer
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
@@ -117,11 +117,7 @@ async def ask(
 
 
 async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:
-    data = bytearray()
-    async for chunk in answer.content.iter_chunked(1 << 16):
-        data += chunk
-        if len(data) > LARGEST:
-            raise ServerError(f"{url}: the answer has more than {LARGEST} bytes")
+    data = await read_body(answer, url, LARGEST)
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -183,7 +183,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kills it and all that it has started, in other sessions, too; one of these may hold its stream of answers
-        open. Looks through all processes of the machine, so it belongs into a thread."""
+        open. It looks through all processes of the machine: call it in a thread."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import sandbox
 from ..errors import ServerError
-from ..processes import http_process, keys
+from ..processes import http_answers, http_process, keys
 from . import Limits, Result
 
 if TYPE_CHECKING:
@@ -74,11 +74,7 @@ class Remote:
             async with self.session.post(
                 f"{self.url}/run", json=body, timeout=aiohttp.ClientTimeout(seconds), allow_redirects=False
             ) as answer:
-                data = bytearray()
-                async for piece in answer.content.iter_any():
-                    data += piece
-                    if len(data) > LARGEST:
-                        raise ServerError(f"sandbox: {self.url}: the answer has more than {LARGEST} bytes")
+                data = await http_answers.read_body(answer, f"sandbox: {self.url}", LARGEST)
             status, content = answer.status, json.loads(data)
             if status == 200:
                 return _result(content)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..types import LARGEST_LOGP, Finish, Sample
 
-LARGEST = 3.4028234663852886e38  # of float32
+LARGEST = float(np.finfo(np.float32).max)  # training has these numbers in float32
 LONGEST = 80  # characters of a wrong value in a message
 
 

@@ -16,11 +16,11 @@ import aiohttp
 
 from ..errors import ServerError
 from ..processes import keys
-from ..processes.http_later import LATER, wait_s
+from ..processes.http_answers import LATER, read_body, wait_s
 from ..processes.printable import printable
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
-MESSAGE = 2**16  # bytes of an error that are read for its message
+LARGEST_ERROR = 2**20  # bytes of an answer with an error
 LARGEST_EVENT = 2**26  # bytes of an event of a stream
 LARGEST = 2**30  # bytes of an answer, the experts of many tokens included
 
@@ -144,13 +144,7 @@ async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[
     status = reply.status
     if on_event and status == 200:
         return await _last_event(where, reply, on_event)
-    data = bytearray()
-    async for piece in reply.content.iter_any():
-        data += piece
-        if status != 200 and len(data) >= MESSAGE:
-            break
-        if len(data) > LARGEST:
-            raise ServerError(f"{where}: the answer has more than {LARGEST} bytes")
+    data = await read_body(reply, where, LARGEST if status == 200 else LARGEST_ERROR)
     shown = _shown(data)
     if status in LATER:
         busy = Busy(f"{where}: HTTP {status}: {shown}")
@@ -216,7 +210,7 @@ def _shown(data: bytes | bytearray) -> str:
 
 def _message(data: bytes | bytearray) -> str:
     """The message in an error body, in either of the two formats that servers use."""
-    text = bytes(data[:MESSAGE]).decode(errors="replace")
+    text = bytes(data).decode(errors="replace")
     try:
         body = json.loads(text)
         error = body.get("error", body)

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ..processes import http_process, keys
+from ..processes import http_answers, http_process, keys
 from ..servers.labels import MANIFEST, version_of
 from . import delta
 from .file_server import KEY, described
@@ -282,12 +282,7 @@ class _Fetch:
 
 async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
     """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for other errors."""
-    content = bytearray()
-    async for chunk in reply.content.iter_chunked(CHUNK):
-        content += chunk
-        if len(content) > LISTING:
-            raise RuntimeError(f"{url}: the answer must have at most {LISTING} bytes")
-    text = content.decode(errors="replace")
+    text = (await http_answers.read_body(reply, url, LISTING)).decode(errors="replace")
     if 400 <= reply.status < 500:
         raise ValueError(f"{url}: HTTP {reply.status}: {_error(text)}")
     if reply.status != 200:

@@ -1,10 +1,16 @@
-"""Answers of HTTP servers that take a request at another time."""
+"""What clients read of any HTTP server's answer: its body, up to a bound, and when to ask again."""
 
 from __future__ import annotations
 
 import email.utils
 import math
 import time
+from typing import TYPE_CHECKING
+
+from ..errors import ServerError
+
+if TYPE_CHECKING:
+    import aiohttp
 
 LATER = (408, 425, 429, 503)  # statuses of a server, or of a proxy before it, which have done nothing
 LONGEST_WAIT_S = 60.0  # that a server may ask for
@@ -20,3 +26,13 @@ def wait_s(retry_after: str) -> float:
         except (ValueError, OverflowError):
             return 0.0
     return min(max(0.0, seconds), LONGEST_WAIT_S) if math.isfinite(seconds) else 0.0
+
+
+async def read_body(answer: aiohttp.ClientResponse, where: str, most: int) -> bytearray:
+    """The body of an answer; raises ServerError, which names `where` it came from, if it has more than `most` bytes."""
+    data = bytearray()
+    async for piece in answer.content.iter_any():
+        data += piece
+        if len(data) > most:
+            raise ServerError(f"{where}: the answer has more than {most} bytes")
+    return data
