@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..rollout.chat import demonstration, template
 from ..rollout.chat.template import encode as encode
-from ..rollout.processes.memory import resident
+from . import template_trial
 from .runtime import hub
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
@@ -32,7 +30,6 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
 )
 IMPORTING = threading.Lock()
 LARGEST = 2**28  # bytes of a file
-TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_TEXT = 20.0, 2**30, 1_000_000  # for a chat template and a message of one word
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ = (  # what tokenizers read of a folder
     *FILES, "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
@@ -84,33 +81,12 @@ def load(path: str | Path) -> Any:
 
 
 def _check_template(tokens: Any, path: str) -> None:
-    """Raises ValueError for a chat template whose loops do not end, or grow, on a short conversation: it is a program
-    of the checkpoint's author, and nothing can stop it once it runs in earnest. One that does so in a single operation,
-    such as a power, is not noticed."""
-    if not tokens.chat_template:
-        return
-    talk = [{"role": "user", "content": "Hello"}]
-    rendered: list[str] = []
-
-    def render() -> None:
-        with contextlib.suppress(Exception):  # of the template, which may ask for more than this
-            rendered.append(tokens.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
-
-    at_first, thread = resident(), threading.Thread(target=render, daemon=True)
-    thread.start()
-    until = time.monotonic() + TEMPLATE_S
-    while thread.is_alive():
-        thread.join(0.05)
-        if time.monotonic() > until or resident() - at_first > TEMPLATE_BYTES:
-            raise ValueError(
-                f"{path}: its chat template must render a message of one word within {TEMPLATE_S:g} s and "
-                f"{TEMPLATE_BYTES >> 20} MiB, and does not; use a checkpoint that you trust"
-            )
-    if rendered and len(rendered[0]) > TEMPLATE_TEXT:
-        raise ValueError(
-            f"{path}: its chat template must make at most {TEMPLATE_TEXT:,} characters of a message of one word, got "
-            f"{len(rendered[0]):,}; use a checkpoint that you trust"
-        )
+    """Raises ValueError for a chat template that does not end, or grows, on a short conversation: it is a program of
+    the checkpoint's author, and nothing can stop it once it runs in earnest."""
+    templates = tokens.chat_template or {}
+    for text in templates.values() if isinstance(templates, Mapping) else [templates]:
+        if wrong := template_trial.problem(text):
+            raise ValueError(f"{path}: its chat template must {wrong}; use a checkpoint that you trust")
 
 
 def _transformers() -> Any:
