@@ -46,6 +46,30 @@ def test_the_reward_of_a_program(text, tests, score):
     assert code.reward(text, {"tests": tests}) == score
 
 
+QUEUED = """
+from areax.rollout.rewards import code
+from areax.rollout.sandbox import turns
+code.SECONDS, turns.AT_ONCE = 1.5, 1
+
+async def reward(text, row):
+    return await code.passes(text, row["tests"])
+"""
+
+
+def test_waiting_for_the_sandbox_counts_toward_no_limit(tmp_path):
+    """Eight programs of 0.4 s, one after another, take longer than a program, or a call of the pool, may take."""
+    (tmp_path / "queued.py").write_text(QUEUED)
+    program = f"import time\ntime.sleep(0.4)\n{ADD}"
+
+    async def go():
+        async with rewards.pool(f"{tmp_path}/queued.py:reward", workers=1, timeout_s=2.0, retries=0) as reward:
+            scores = await asyncio.gather(*(reward(program, {"tests": ASSERTS}) for _ in range(8)))
+            [slow] = await asyncio.gather(reward(program.replace("0.4", "4"), {"tests": ASSERTS}))
+            return [score.value for score in scores], slow.value, reward.counts["late"]
+
+    assert asyncio.run(go()) == ([1.0] * 8, 0.0, 0)
+
+
 @pytest.mark.parametrize("text", ["while True: pass", "x = bytearray(4 << 30)", "print('x' * 10_000_000)"])
 def test_a_program_that_exceeds_its_limits_scores_0(text, monkeypatch):
     monkeypatch.setattr(code, "SECONDS", 1.5)

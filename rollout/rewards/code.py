@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,11 +46,10 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, str]] | None) -> bool:
     """Whether a program passes its tests (see `reward`); for rewards that are coroutines."""
     sources: list[Any] = [tests] if isinstance(tests, str) else list(tests or ())
-    end = time.monotonic() + SECONDS
     if sources and all(isinstance(source, str) and source.strip() for source in sources):
         token = secrets.token_hex(16)
         program = HARNESS.format(code=code, tests="\n".join(sources))
-        return (await _printed(program, f"{token}\n", end) or [""])[-1] == token
+        return ((await _printed(program, f"{token}\n", SECONDS))[0] or [""])[-1] == token
     if not sources or not all(
         isinstance(pair, Mapping) and isinstance(pair.get("input"), str) and isinstance(pair.get("output"), str)
         for pair in sources
@@ -60,20 +58,22 @@ async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, s
             "rewards.code: tests must be Python source, a list of sources, or a list of "
             f'{{"input", "output"}} with texts, and not be empty; got {tests!r:.80}'
         )
+    left = SECONDS
     for pair in sources:
-        if await _printed(code, pair["input"], end) != _lines(pair["output"]):
+        printed, took = await _printed(code, pair["input"], left)
+        left -= took
+        if printed != _lines(pair["output"]):
             return False
     return True
 
 
-async def _printed(program: str, stdin: str, end: float) -> list[str] | None:
-    """The lines that a program prints; None if it fails or exceeds a limit."""
-    left = end - time.monotonic()
-    if left <= 0:
-        return None
-    limits = {"timeout_s": left, "memory_bytes": MEMORY, "output_bytes": OUTPUT}
+async def _printed(program: str, stdin: str, seconds: float) -> tuple[list[str] | None, float]:
+    """(lines that a program prints, None if it fails or exceeds a limit; the seconds that it took)."""
+    if seconds <= 0:
+        return None, 0.0
+    limits = {"timeout_s": seconds, "memory_bytes": MEMORY, "output_bytes": OUTPUT}
     result = await sandbox.run_python(program, stdin=stdin, **limits)
-    return None if result.code or result.why else _lines(result.stdout)
+    return None if result.code or result.why else _lines(result.stdout), result.seconds
 
 
 def _lines(text: str) -> list[str]:

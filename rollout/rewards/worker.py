@@ -24,10 +24,12 @@ from typing import Any, BinaryIO
 from .. import object_path
 from ..errors import ServerError
 from ..processes import guard, memory, orphan_guard
+from ..sandbox import turns
 from .signatures import Bound, Score, bind, bind_as_called, score
 
 LARGEST = 2**26  # bytes of a frame
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
+TELL_S = 0.5  # between reports of calls that wait for the sandbox
 
 
 @dataclass(eq=False)
@@ -38,7 +40,7 @@ class Call:
       message: (text, row, context), pickled.
       failures: number of failed attempts.
       isolated: it was lost together with others, and now runs alone to find the faulty one.
-      since: when its worker started it, by the loop's clock.
+      since: when its worker started it, or last reported that it waits for the sandbox, by the loop's clock.
     """
 
     id: int
@@ -170,9 +172,11 @@ class Worker:
             scores = [_score(what) if outcome == "scored" else str(what) for _, outcome, what in told]
             if not {outcome for _, outcome, _ in told} <= {"scored", "raised", "late"}:
                 raise ValueError(f"outcomes of {told}")
-            calls = [self.running[id] for id, _, _ in told]
+            calls, waiting = [self.running[id] for id, _, _ in told], [self.running[id] for id in frame["waiting"]]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Garbled(f"an answer to no call, or of another form ({type(error).__name__}: {error!s:.80})") from None
+        for call in waiting:
+            call.since = asyncio.get_running_loop().time()
         for id, _, _ in told:
             self.running.pop(id, None)
         return used, [(call, outcome, what) for call, (_, outcome, _), what in zip(calls, told, scores, strict=True)]
@@ -260,20 +264,31 @@ def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
 
 
 async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function: Callable, timeout_s: float) -> None:
-    """Runs calls of an `async def` concurrently; a late one is cancelled without affecting the others."""
+    """Runs calls of an `async def` concurrently; a late one is cancelled without affecting the others. The time that
+    they wait for the sandbox does not count."""
     reader, _writer = await asyncio.open_connection(sock=connection)
+    clocks: dict[int, turns.Clock] = {}
 
     async def one(id: int, message: bytes) -> None:
         try:
             async with asyncio.timeout(timeout_s) as limit:
+                clocks[id] = turns.Clock(limit)
+                turns.CLOCK.set(clocks[id])
                 answer: tuple = (id, *_scored(await bound.call(*pickle.loads(message))))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # any error must reach the waiting process
             answer = (id, "late", "") if limit.expired() else (id, "raised", object_path.line(error, function))
+        del clocks[id]
         _put(out, _answers([answer]))
 
-    tasks = set()
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            if waiting := [id for id, clock in clocks.items() if clock.waiting]:
+                _put(out, _answers([], waiting))
+
+    tasks = {asyncio.create_task(tell())}
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             size = int.from_bytes(await reader.readexactly(4), "little")
@@ -287,8 +302,8 @@ def _scored(result: Any) -> tuple[str, tuple]:
     return "scored", (made.value, made.components, made.steps)
 
 
-def _answers(answers: Sequence[tuple]) -> bytes:
-    return _frame({"memory": memory.resident(), "answers": answers})
+def _answers(answers: Sequence[tuple], waiting: Sequence[int] = ()) -> bytes:
+    return _frame({"memory": memory.resident(), "answers": answers, "waiting": waiting})
 
 
 _owner: list[int] = []  # the worker's process id

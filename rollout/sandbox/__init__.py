@@ -18,23 +18,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import weakref
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ServerError
 from ..processes import folders
+from . import turns
 
 log = logging.getLogger(__name__)
 
 CONFINE = str(Path(__file__).with_name("supervisor.py"))
-AT_ONCE = 4 * (os.cpu_count() or 1)  # commands of an event loop
 STOP_S = 10.0  # for the supervisor to kill everything once it is asked to
 # The last line of a traceback: MemoryError, or numpy's numpy._core._exceptions._ArrayMemoryError.
 OUT_OF_MEMORY = re.compile(r"[\w.]*MemoryError\b")
-_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,14 @@ class Result:
         "processes": `processes` were running, so the kernel refused further ones.
         "output": it printed more than `output_bytes`; the rest is lost.
         "files": the kernel killed it when a file grew past `files_bytes`. Python gets an OSError instead and may go on.
+      seconds: wall-clock time from start to end.
     """
 
     stdout: str
     stderr: str
     code: int
     why: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ async def run(
     """Runs a command in a fresh folder that is its working directory and HOME.
 
     Its environment is PATH, HOME, TMPDIR and LANG; it inherits no file descriptors. When this returns or is cancelled,
-    all its processes are dead and the folder is removed. At most AT_ONCE run in an event loop at a time, so that their
-    memory and files together are bounded; the others wait, which no limit counts.
+    all its processes are dead and the folder is removed. At most `turns.AT_ONCE` run in an event loop at a
+    time; the others wait, which no limit counts.
 
     Args:
       command: program and arguments; a program without a slash is looked up in the system's folders.
@@ -165,8 +166,10 @@ async def run(
         if not name or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"sandbox: a file needs a name without slashes, got {name!r}")
     mode = (await asyncio.to_thread(isolation)).mode
-    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)):
-        return _logged(await _in_a_folder(mode, command, files or {}, stdin, chosen))
+    async with turns.turn():
+        begun = time.monotonic()
+        result = await _in_a_folder(mode, command, files or {}, stdin, chosen)
+        return _logged(replace(result, seconds=time.monotonic() - begun))
 
 
 async def _in_a_folder(

@@ -89,8 +89,13 @@ class Remote:
 
 def _result(content: Any) -> Result:
     """A Result from JSON; raises TypeError or KeyError for anything else."""
-    made = Result(content["stdout"], content["stderr"], content["code"], content["why"])
-    if type(made.code) is not int or not all(isinstance(text, str) for text in (made.stdout, made.stderr, made.why)):
+    made = Result(content["stdout"], content["stderr"], content["code"], content["why"], content["seconds"])
+    if not (
+        type(made.code) is int
+        and all(isinstance(text, str) for text in (made.stdout, made.stderr, made.why))
+        and isinstance(made.seconds, int | float)
+        and made.seconds >= 0
+    ):
         raise TypeError(f"not the result of a program: {content!r:.80}")
     return made
 
