@@ -443,10 +443,16 @@ def test_invalid_addresses_and_options(place):
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_listing_may_arrive_in_parts():
-    content = {"files": {f"file-{i}": {"bytes": i} for i in range(100)}}
+def test_a_listing_may_arrive_late_and_in_parts_but_from_nowhere_else(monkeypatch):
+    monkeypatch.setattr(stager, "PAUSE_S", 0.01)
+    content, asked = {"files": {f"file-{i}": {"bytes": i} for i in range(100)}}, []
 
     async def parts(request):
+        asked.append(request.path)
+        if len(asked) <= 2:
+            raise aiohttp.web.HTTPTooManyRequests(headers={"Retry-After": "0"}, text="busy")
+        if len(asked) > 3:
+            raise aiohttp.web.HTTPFound("http://127.0.0.2/elsewhere")
         response = aiohttp.web.StreamResponse()
         await response.prepare(request)
         text = json.dumps(content).encode()
@@ -464,7 +470,9 @@ def test_a_listing_may_arrive_in_parts():
         async with aiohttp.ClientSession() as http:
             host, port = runner.addresses[0]
             fetched = await stager._Fetch(http, f"http://{host}:{port}/1-00000000", {}).listing("")
+            with pytest.raises(ValueError, match=r"HTTP 302: redirects to 'http://127.0.0.2/elsewhere', which is not"):
+                await stager._Fetch(http, f"http://{host}:{port}/1-00000000", {}).listing("")
         await runner.cleanup()
         return fetched
 
-    assert asyncio.run(main()) == content
+    assert asyncio.run(main()) == content and len(asked) == 4

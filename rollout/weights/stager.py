@@ -281,13 +281,21 @@ class _Fetch:
 
 
 async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
-    """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for other errors."""
+    """The text of a successful response.
+
+    Raises:
+      ClientPayloadError: a status that may pass, once the time that the server asks for is over.
+      ValueError: another one, such as 404 or a redirect.
+    """
     text = (await http_answers.read_body(reply, url, LISTING)).decode(errors="replace")
-    if 400 <= reply.status < 500:
-        raise ValueError(f"{url}: HTTP {reply.status}: {_error(text)}")
-    if reply.status != 200:
+    if reply.status == 200:
+        return text
+    if reply.status >= 500 or reply.status in http_answers.LATER:
+        await asyncio.sleep(http_answers.wait_s(reply.headers.get("Retry-After", "")))
         raise aiohttp.ClientPayloadError(f"HTTP {reply.status}: {_error(text)}")
-    return text
+    to = reply.headers.get("Location", "")
+    to = to and f"redirects to {to!r:.200}, which is not followed"
+    raise ValueError(f"{url}: HTTP {reply.status}: {to or _error(text)}")
 
 
 def _error(text: str) -> str:
