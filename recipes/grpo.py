@@ -298,6 +298,7 @@ async def train(
             rollouts.scheduler(
                 episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None, vocabulary=trainer.policy.settings.vocab,
+                experts=getattr(trainer.policy.settings, "experts", None),
             )
         )  # fmt: skip
         if not complete:

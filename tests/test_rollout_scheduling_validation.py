@@ -65,10 +65,16 @@ def changed(**fields):
         ({"arrays": {"x": ("output", np.zeros(4))}}, r"arrays\['x'\] must be"),
         ({"arrays": {"x": ("input", np.zeros(3))}}, r"arrays\['x'\] must be"),
         ({"arrays": {"x": ("input", np.array(["a"] * 4))}}, r"arrays\['x'\] must be"),
+        ({"arrays": {"x": ("input", np.array([0, 0, 0, np.inf]))}}, r"arrays\['x'\] must be finite, got inf"),
+        ({"arrays": {"x": ("target", np.array([0, 0, 0, np.nan]))}}, r"arrays\['x'\] must be finite, got nan"),
+        (
+            {"arrays": {"routed_experts": ("input", np.full((4, 2, 2), 8))}},
+            r"must lie in \[-1, the number of experts 8\), got 8",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(fields, words):
-    found = violation(changed(**fields), vocabulary=100, newest=9)
+    found = violation(changed(**fields), vocabulary=100, newest=9, experts=8)
     assert re.search(words, found), found
     assert len(found) < 300 and "\n" not in found
 
@@ -79,6 +85,8 @@ def test_good_samples_pass():
     unscored = dataclasses.replace(GOOD, rewards=((3, float("nan")),), components={"form": float("nan")})
     right = dataclasses.replace(GOOD, rewards=((3, True),), components={"exact": np.True_, "form": np.float32(0.5)})
     assert violation(rounded) == violation(unscored) == violation(right) == ""
+    arrays = {"x": ("target", np.array([np.nan, 0, 1, 2])), "routed_experts": ("input", np.full((4, 2, 2), 7))}
+    assert violation(dataclasses.replace(GOOD, arrays=arrays), experts=8) == ""
 
 
 @given(st.sampled_from([f.name for f in dataclasses.fields(Sample) if f.name not in ("info", "images")]), NUMBERS)

@@ -139,14 +139,14 @@ async def timed(episode: Workflow, seconds: float, generate: Generate, row: Mapp
 
 def scheduler(
     own: Episodes, generate, prompts, rollout: Rollout, objective, *, steps: int, seed: int | None, cursor,
-    vocabulary: int,
+    vocabulary: int, experts: int | None,
 ) -> Executor:  # fmt: skip
     """Makes the executor that runs these episodes and returns the batches of `steps` updates, from `cursor` on."""
     return executor.Executor(
         own.train, generate, prompts,
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
         max_concurrent=rollout.max_concurrent, oversample=rollout.oversample, seed=seed, batches=steps, cursor=cursor,
-        vocabulary=vocabulary,
+        vocabulary=vocabulary, experts=experts,
         accept=varied if objective.shaping.dynamic_sampling else None,
         baseline=own.greedy if objective.advantage.mean == "greedy" else None,
     )  # fmt: skip

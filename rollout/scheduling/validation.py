@@ -17,17 +17,20 @@ LARGEST = float(np.finfo(np.float32).max)  # training has these numbers in float
 LONGEST = 80  # characters of a wrong value in a message
 
 
-def violation(sample: Sample, *, vocabulary: int | None = None, newest: int | None = None) -> str:
+def violation(
+    sample: Sample, *, vocabulary: int | None = None, newest: int | None = None, experts: int | None = None
+) -> str:
     """What is wrong with a sample, as "FIELD must ..., got ..."; "" if nothing is.
 
     Args:
       vocabulary: number of the policy's tokens; None = unknown.
       newest: the newest policy version that a server can have; None = unknown.
+      experts: number of the policy's experts in a layer; None = unknown.
     """
-    return next(_violations(sample, vocabulary, newest), "")
+    return next(_violations(sample, vocabulary, newest, experts), "")
 
 
-def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> Iterator[str]:
+def _violations(sample: Sample, vocabulary: int | None, newest: int | None, experts: int | None) -> Iterator[str]:
     n, mask = _array(sample.tokens).size, _array(sample.mask)
     if mask.shape != (n,) or mask.dtype != bool:
         yield _wrong("mask", f"be bool[{n}]", sample.mask)
@@ -72,6 +75,12 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
         good = kind in ("input", "target") and isinstance(values, np.ndarray) and values.dtype.kind in "fiub"
         if not (good and values.shape[:1] == (n,)):
             yield _wrong(f"arrays[{name!r}]", f'be ("input" or "target", an array of numbers [{n}, ...])', entry)
+        if name == "routed_experts":
+            yield from _outside(f"arrays[{name!r}]", values, -1, experts or 2**31, "the number of experts ")
+        elif name != "teacher_logp":  # training leaves out where it is not finite
+            learnt = values if kind == "input" else values[mask]
+            if (bad := ~np.isfinite(learnt)).any():
+                yield _wrong(f"arrays[{name!r}]", "be finite", learnt[bad][0])
 
 
 def _array(values: Any) -> np.ndarray:
