@@ -161,8 +161,8 @@ def check_same(order: Order, then: Mapping[str, Any], data: str = "") -> None:
         )
     if was != own and "mixture" in (was[0], own[0]):
         raise ValueError(
-            f"--data must have the run's sources, weights and rows, {_shown(was)}, got {_shown(own)}; or name another "
-            "--out"
+            f"{option} must have the run's sources, weights and rows, {_shown(was)}, got {_shown(own)}; or name "
+            "another --out"
         )
     if now["rows"] != then["rows"]:
         raise ValueError(
