@@ -258,7 +258,7 @@ async def train(
     steps, complete = max(config.steps, start), common.complete(config, start)
     prompts, heldout = data
     if cursor is not None:
-        sources.check_same(prompts, cursor["data"])
+        sources.check_same(prompts, cursor["data"], config.data)
     identity, ends = sources.identity(prompts), hf.with_ends(trainer.policy.settings, tokens).eos
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context

@@ -1,72 +1,106 @@
 """A run does not go on with something else under the same name."""
 
+import contextlib
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
+import tokenizers
+import transformers
 
 from areax.adapters import orbax, tokenizer
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.core import losses
-from areax.core.optim import Optimizer
 from areax.models.lora import Lora
-from areax.recipes import grpo, sft
+from areax.recipes import grpo
 from areax.recipes.shared import contents
 
-REWARD = "def reward(text, row):\n    return 1.0\n"
+REWARD = "import grading.digits\ndef row(record):\n    return record\ndef reward(text, row):\n    return 1.0\n"
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A folder of a run's model, teacher, critic and reward, with the state that it has saved."""
+    """A folder of a run's model, teacher, critic and code, with the state that it has saved."""
     path = tmp_path_factory.mktemp("contents")
     for name in ("model", "teacher", "critic"):
         tiny.model(path / name)
     (path / "own.py").write_text(REWARD)
-    config = started(path)
+    (path / "grading").mkdir()
+    (path / "grading/__init__.py").write_text("")
+    (path / "grading/digits.py").write_text("from . import numbers\n")
+    (path / "grading/numbers.py").write_text("ONE = 1.0\n")
     (path / "run").mkdir()
-    run_dir.write_config(path / "run", config)
-    known = contents.of(config, tokenizer.load(path / "model"))
-    with orbax.open_store(path / "run/state") as store:
-        store.save(1, {"x": np.zeros(1)}, {"rollout": {"contents": known}})
-        store.wait()
+    with contextlib.chdir(path):
+        config = started()
+        run_dir.write_config(path / "run", config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(path)
+            known = contents.of(config, tokenizer.load("model"))
+    saved(path, known)
     return path
 
 
-def started(path, **changes):
-    config = grpo.Config(model=f"{path}/model", data="rows", reward=f"{path}/own.py:reward", out=f"{path}/run")
-    critic = replace(config.training.critic, model=f"{path}/critic")
+def saved(path, known):
+    shutil.rmtree(path / "run/state", ignore_errors=True)
+    with orbax.open_store(path / "run/state") as store:
+        store.save(1, {"x": np.zeros(1)}, {"rollout": {"contents": known}})
+        store.wait()
+
+
+def started(**changes):
+    config = grpo.Config(model="model", data="rows", reward="own.py:reward", out="run")
+    critic = replace(config.training.critic, model="critic")
     own = {
+        "row": "own.py:row",
         "lora": Lora(rank=2),
         "objective": losses.PPO(),
-        "teacher": f"{path}/teacher",
+        "teacher": "teacher",
         "distill_coef": 0.1,
         **changes,
     }
     return replaced(config, critic=critic, **own)
 
 
-def copied(begun, tmp_path):
-    """A copy of the folder, and of its run one that was started there."""
+@pytest.fixture
+def copied(begun, tmp_path, monkeypatch):
+    """A copy of the folder, in which the test runs."""
     path = shutil.copytree(begun, tmp_path / "copy")
-    run_dir.write_config(path / "run", started(path))
+    monkeypatch.chdir(path)
+    monkeypatch.syspath_prepend(path)
     return path
 
 
-def checked(path, frozen=True, **changes):
-    config = started(path, **changes)
-    tokens = tokenizer.load(path / "model")
-    contents.check(config, contents.of(config, tokens), frozen)
+def checked(frozen=True, **changes):
+    config = started(**changes)
+    contents.check(config, contents.of(config, tokenizer.load("model")), frozen)
 
 
 def weights(folder):
-    """Other weights in place: one bit of the last value."""
+    """Other weights in place: one bit of the last value, with the times that the file had."""
     file = next(folder.glob("*.safetensors"))
-    file.write_bytes((data := file.read_bytes())[:-1] + bytes([data[-1] ^ 1]))
+    data, times = file.read_bytes(), file.stat()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def settings(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_theta": 20000.0}))
+
+
+def ends(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+
+
+def pixels(folder):
+    (folder / "preprocessor_config.json").write_text("{}")
 
 
 def vocabulary(folder):
@@ -76,71 +110,124 @@ def vocabulary(folder):
     file.write_text(json.dumps(made))
 
 
+def special(folder):
+    """The token that ends a text is another one of the vocabulary."""
+    file = folder / "tokenizer_config.json"
+    made = json.loads(file.read_text())
+    file.write_text(json.dumps({**made, "eos_token": "0"}))
+
+
 def template(folder):
-    for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json"):
-        if file.is_file() and "im_start" in file.read_text():
-            file.write_text(file.read_text().replace("im_start", "im_strat"))
+    """One more blank."""
+    files = [file for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json") if file.is_file()]
+    [file] = [file for file in files if "im_start" in file.read_text()]
+    file.write_text(file.read_text().replace("im_start|>", "im_start|> ", 1))
 
 
 def reward(folder):
     (folder / "own.py").write_text(REWARD.replace("1.0", "2.0"))
 
 
+def imported(folder):
+    """What a module imports that the reward imports."""
+    (folder / "grading/numbers.py").write_text("ONE = 2.0\n")
+
+
 @pytest.mark.parametrize(
     "change, where, words",
     [
-        (weights, "model", "--model .*/model: weights must be as when the run began"),
-        (weights, "teacher", "--teacher .*/teacher: weights must be"),
-        (weights, "critic", "--critic.model .*/critic: weights must be"),
-        (vocabulary, "model", "--model .*/model: tokenizer must be"),
-        (template, "model", "--model .*/model: chat template must be"),
-        (reward, ".", "--reward .*own.py:reward: code must be"),
+        (weights, "model", "--model model: weights must be as when the run began"),
+        (settings, "model", "--model model: config.json must be"),
+        (ends, "model", "--model model: generation_config.json must be"),
+        (pixels, "model", "--model model: preprocessor_config.json must be"),
+        (weights, "teacher", "--teacher teacher: weights must be"),
+        (settings, "teacher", "--teacher teacher: config.json must be"),
+        (weights, "critic", "--critic.model critic: weights must be"),
+        (vocabulary, "model", "--model model: tokenizer must be"),
+        (special, "model", "--model model: tokenizer's rules must be"),
+        (template, "model", "--model model: chat template must be"),
+        (reward, ".", "--reward own.py:reward: code must be"),
+        (imported, ".", "--reward own.py:reward: what its code imports must be"),
     ],
 )
-def test_what_is_replaced_in_place_is_refused_by_name(begun, tmp_path, change, where, words):
-    path = copied(begun, tmp_path)
-    checked(path)
-    change(path / where)
-    with pytest.raises(ValueError, match=rf"^{words}.*; give the former, or name another --out than \S+$"):
-        checked(path)
+def test_what_is_replaced_in_place_is_refused_by_name(copied, change, where, words):
+    checked()
+    change(copied / where)
+    copy = (
+        "" if where == "model" and change not in (ends, pixels) else "to go on with this one, name a copy of it by .*, "
+    )
+    with pytest.raises(
+        ValueError, match=rf"^{words}.*, got \w+; give the former, {copy}or name another --out than run$"
+    ):
+        checked()
 
 
-def test_another_option_goes_on_unless_the_state_is_of_no_use_without_the_former(begun, tmp_path):
-    path = copied(begun, tmp_path)
-    other = shutil.copytree(path / "model", path / "other")
-    (path / "other.py").write_text(REWARD.replace("1.0", "2.0"))
-    checked(path, reward=f"{path}/other.py:reward", model=str(other))  # the same weights at another place
-    weights(other)
-    checked(path, frozen=False, model=str(other))
-    with pytest.raises(ValueError, match=f"^--model {other}: weights must be as when the run began"):
-        checked(path, model=str(other))
+def test_another_option_goes_on_unless_the_state_is_of_no_use_without_the_former(copied):
+    other = shutil.copytree("model", "other")
+    Path("other.py").write_text(REWARD.replace("1.0", "2.0"))
+    checked(reward="other.py:reward", model="other")  # the same weights at another place
+    weights(Path(other))
+    checked(frozen=False, model="other")
+    with pytest.raises(ValueError, match="^--model other: weights must be as when the run began"):
+        checked(model="other")
+
+
+def test_a_run_that_was_killed_before_it_saved_goes_on_with_the_changed_option(copied):
+    """Its config.json is newer than its state."""
+    Path("other.py").write_text(REWARD.replace("1.0", "2.0"))
+    run_dir.write_config(Path("run"), started(reward="other.py:reward"))
+    checked(reward="other.py:reward")
+    checked()
+
+
+def test_a_state_of_a_former_version_has_fewer_hashes(copied):
+    names = "model", "teacher", "critic.model", "reward", "tokenizer", "chat template"
+    known = contents.of(started(), tokenizer.load("model"))
+    saved(copied, {name: known[name] for name in names})
+    imported(copied)
+    ends(copied / "model")
+    checked()
+    reward(copied)
+    with pytest.raises(ValueError, match="^--reward own.py:reward: code must be"):
+        checked()
+    shutil.copy("own.py", "other.py")
+    checked(reward="other.py:reward")
+
+
+def test_new_weights_depend_on_the_config_alone(copied):
+    known = contents.of(started(init="random"), tokenizer.load("model"))
+    assert "model: config.json" in known and "model" not in known
+    weights(copied / "model")
+    assert known == contents.of(started(init="random"), tokenizer.load("model"))
+
+
+def test_a_tokenizer_that_merges_in_another_order(copied):
+    def made(*merges):
+        vocabulary = {text: i for i, text in enumerate(["q", "z", "x", "qz", "zx"])}
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=list(merges)))
+        return contents.of(started(), transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
+
+    one, other = made(("q", "z"), ("z", "x")), made(("z", "x"), ("q", "z"))
+    assert [name for name in one if one[name] != other[name]] == ["tokenizer's rules"]
+
+
+def test_a_command_is_the_texts_that_it_names(copied):
+    (copied / "agent.py").write_text("pass")
+    of = lambda: contents.of(started(workflow=f"exec:{sys.executable} agent.py --turns 3"), tokenizer.load("model"))
+    first = of()
+    (copied / "agent.py").write_text("pass  # now")
+    assert of()["workflow"] != first["workflow"]
+    assert "workflow" not in contents.of(started(workflow="exec:agent"), tokenizer.load("model"))
 
 
 @pytest.mark.parametrize("lora", [Lora(rank=2, alpha=32.0), Lora(rank=2, rslora=True), Lora(rank=2, base="int8")])
-def test_adapters_go_on_with_what_they_were_trained_with(begun, lora):
+def test_adapters_go_on_with_what_they_were_trained_with(copied, lora):
     with pytest.raises(ValueError, match=r"^--lora.(alpha|rslora|base): must be the run's, (16.0|False|stored), "):
-        checked(begun, lora=lora)
+        checked(lora=lora)
 
 
-def test_weights_that_are_gone_are_not_asked_for(begun, tmp_path):
-    path = copied(begun, tmp_path)
+def test_weights_that_are_gone_are_not_asked_for(copied):
     for name in ("model", "teacher"):
-        for file in (path / name).glob("*.safetensors"):
+        for file in (copied / name).glob("*.safetensors"):
             file.unlink()
-    checked(path)
-
-
-@pytest.mark.slow
-def test_a_run_over_a_replaced_base_stops_before_it_trains(tmp_path):
-    model = tiny.model(tmp_path / "model")
-    rows = [{"prompt": "1+1", "completion": "2"}] * 8
-    tiny.rows(tmp_path / "rows.jsonl", rows)
-    config = sft.Config(
-        model=str(model), data=f"{tmp_path}/rows.jsonl", out=f"{tmp_path}/out", steps=1, batch=4, length=64, rows=4,
-        optim=Optimizer(lr=1e-2), lora=Lora(rank=2),
-    )  # fmt: skip
-    sft.main(config)
-    tiny.model(model, seed=1)
-    with pytest.raises(ValueError, match="--model .*: weights must be as when the run began"):
-        sft.main(replace(config, steps=2))
-    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 1
+    checked()

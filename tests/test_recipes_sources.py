@@ -10,6 +10,7 @@ import datasets as hf_datasets
 import pandas
 import pytest
 import tiny
+import xxhash
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterable
@@ -18,6 +19,7 @@ from areax.adapters import cli
 from areax.adapters.data import datasets
 from areax.adapters.tracking import run_dir
 from areax.core.optim import Optimizer
+from areax.parallel.multihost import agreement
 from areax.recipes import sft
 from areax.recipes.shared import sources
 from areax.rollout.tasks import arithmetic
@@ -119,7 +121,7 @@ def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(
     tiny.cut_off(place / "mixed", place / "mixed otherwise", 2)
     changed = [word.replace(":0.7", ":0.6").replace("/mixed", "/mixed otherwise") for word in words]
     assert cli.main(changed) == 2
-    assert "--data must have the run's sources, weights and rows, mixture all:7:60:0" in capsys.readouterr().err
+    assert " must have the run's sources, weights and rows, mixture all:7:60:0" in capsys.readouterr().err
     assert json.loads((place / "mixed/config.json").read_text())["data"] == words[-1]
 
 
@@ -297,3 +299,10 @@ def test_sft_trains_on_objects_and_resumes_exactly(place):
     tiny.cut_off(place / "stream", place / "stream again", 2)
     sft.main(config(place, "stream again", data=""), rows=made())
     assert losses(place / "stream again") == losses(place / "stream") != losses(place / "file")
+
+
+def test_rows_hashed_one_by_one_have_the_hash_of_their_text():
+    """As states of former versions have it."""
+    owns = [[{"b": 1, "a": "\u00e9\ud800"}, {"x": [1, 2.5, None]}], [], [3, {"q": b"z"}]]
+    text = json.dumps(owns, sort_keys=True, default=agreement.shown)
+    assert sources._content(owns) == xxhash.xxh3_64_hexdigest(text.encode())

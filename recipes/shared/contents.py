@@ -3,8 +3,14 @@
 A run keeps hashes of it with its state, and does not go on with others in silence.
 """
 
+import ast
+import asyncio
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+import json
+import shlex
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,13 +18,24 @@ from typing import Any
 import xxhash
 
 from areax.adapters import orbax
-from areax.adapters.runtime import hub
+from areax.adapters.runtime import hub, passed
 from areax.parallel.multihost import processes
-from areax.recipes.shared import resume
+from areax.recipes.shared import resume, teachers
+from areax.rollout.workflows import resolve
 
-HOLD = {"model": "weights", "teacher": "weights", "critic.model": "weights", "reward": "code", "workflow": "code"}
+# A hash is named by the option, of which this is hashed, or OPTION: WHAT.
+HOLD = {
+    "model": "weights", "teacher": "weights", "critic.model": "weights", "reward": "code", "workflow": "code",
+    "row": "code",
+}  # fmt: skip
+OF_TOKENIZER = "tokenizer", "tokenizer's rules", "chat template"  # must stay, whatever --model is
+OF_FROZEN = "model: config.json", "model"  # must stay while weights of --model are used that the state does not hold
 TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapters of a state are another policy
 WEIGHTS = "*.safetensors", "config.json"
+BESIDE = "generation_config.json", *passed.PROCESSOR_FILES  # of --model: where answers end, what images become
+NONE = "none"  # of a file that is not there
+IMPORTED = "what its code imports"
+INSTALLED = "site-packages", "dist-packages"  # folders of code that is not the user's own
 TEXTS = (  # which two tokenizers with the same vocabulary may split in two ways
     "The quick brown fox jumps over 1,234,567 lazy dogs.",
     "  def f(x):\n\treturn x**2  # \u00e9\u00df\u4f60\u597d\n\n",
@@ -45,18 +62,32 @@ def same(config: Any, tokens: Any, *, frozen: bool, quiet: bool) -> dict[str, st
 
 
 def of(config: Any, tokens: Any) -> dict[str, str]:
-    """{name: hash} of what the options of a run name, and of its tokenizer and chat template.
+    """{name: hash} of what the options of a run name, and of its tokenizer and chat template; and {"--OPTION": value}.
 
-    Weights that are gone are left out, because a run that has read them can do without; so is code of areax itself.
+    Weights that are gone are left out, because a run that has read them can do without; so are areax's own code, and
+    the weights of served teachers whose servers report no checksums.
     """
     options = resume.options(config)
-    named = {name: options.get(name) or "" for name in HOLD}
-    if options.get("init") == "random":
-        named["model"] = ""
-    made = {name: (_weights if HOLD[name] == "weights" else _code)(value) for name, value in named.items() if value}
+    named = {name: options[name] for name in HOLD if options.get(name)}
+    made: dict[str, str] = {}
+    for name, value in named.items():
+        if HOLD[name] == "weights":
+            folder = Path(hub.folder(value))
+            files = "config.json", *(BESIDE if name == "model" else ())
+            made |= {f"{name}: {file}": _content(folder / file) for file in files}
+            made[name] = "" if name == "model" and options["init"] == "random" else _weights(folder)
+        else:
+            code, *imported = _code(value) or [""]
+            made |= {name: code, f"{name}: {IMPORTED}": _hash(repr(imported)) if imported else ""}
     encoded = [tokens.encode(text, add_special_tokens=False) for text in TEXTS]
-    made["tokenizer"] = _hash(repr([sorted(tokens.get_vocab().items()), encoded]).encode())
-    made["chat template"] = _hash(repr(tokens.chat_template or "").encode())
+    made["tokenizer"] = _hash(repr([sorted(tokens.get_vocab().items()), encoded]))
+    made["tokenizer's rules"] = _hash(json.dumps(_rules(tokens, encoded)))
+    made["chat template"] = _hash(repr(tokens.chat_template or ""))
+    if served := options.get("teachers"):
+        named["teachers"] = served
+        weights = asyncio.run(teachers.weights(served))
+        made |= {f"teachers: {what}": _hash(json.dumps(sums, sort_keys=True)) for what, sums in weights.items()}
+    made |= {f"--{name}": resume.shown(value) for name, value in named.items()}
     return {name: value for name, value in made.items() if value}
 
 
@@ -74,45 +105,130 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
     cursor = newest[1] or {}
     then = cursor.get("rollout", cursor).get("contents") or {}
     options, changed = resume.options(config), {name: former for name, former, _ in resume.changed(config)}
-    instead = f"give the former, or name another --out than {config.out}"
+    out = f"or name another --out than {config.out}"
     for name in TRAINED_WITH:
         if name in changed and options["lora.rank"]:
             raise ValueError(
                 f"--{name}: must be the run's, {changed[name]}, with which its adapters were trained, got "
-                f"{options[name]}; {instead}"
+                f"{options[name]}; give the former, {out}"
             )
+    others = _others(then, now) if any(name.startswith("--") for name in then) else changed
     for name, value in now.items():
-        kept = name in changed and not (name == "model" and frozen)
-        if kept or then.get(name, value) == value:
+        option, what = ("model", name) if name in OF_TOKENIZER else _place(name)
+        must = name in OF_TOKENIZER or frozen and name in OF_FROZEN
+        if name.startswith("--") or then.get(name, value) == value or option in others and not must:
             continue
-        what = f"--{name} {options[name]}: {HOLD[name]}" if name in HOLD else f"--model {options['model']}: {name}"
-        raise ValueError(f"{what} must be as when the run began, with hash {then[name]}, got {value}; {instead}")
+        copied = not must and option != "teachers"
+        instead = f"to go on with this one, name a copy of it by --{option}, " if copied else ""
+        raise ValueError(
+            f"--{option} {resume.shown(options[option])}: {what} must be as when the run began, with hash "
+            f"{then[name]}, got {value}; give the former, {instead}{out}"
+        )
 
 
-def _weights(model: str) -> str:
+def _place(name: str) -> tuple[str, str]:
+    """(option, what is hashed) of a hash's name."""
+    option, _, what = name.partition(": ")
+    return option, what or HOLD.get(option, "")
+
+
+def _others(then: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """The options that name something else than when a state was saved, whose config.json may be newer."""
+    given = {name for name in (*then, *now) if name.startswith("--")}
+    return {name[2:] for name in given if not resume.same(then.get(name, ""), now.get(name, ""))}
+
+
+def _weights(folder: Path) -> str:
     """The hash of all weights and of the config, whatever the files are called; "" if the weights are gone."""
-    folder = Path(hub.folder(model))
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
     if not any(file.suffix == ".safetensors" for file in files):
         return ""
     with ThreadPoolExecutor() as threads:
-        return _hash(repr(list(threads.map(hub.content, files))).encode())
+        return _hash(repr(list(threads.map(hub.content, files))))
 
 
-def _code(path: str) -> str:
-    """The hash of the file that an object path names; "" for a command, and for areax's own code."""
+def _rules(tokens: Any, encoded: Iterable[list[int]]) -> list:
+    """What else tokenizers with the same vocabulary differ in: order of merges, scores, decoding, special tokens."""
+    inner = getattr(tokens, "backend_tokenizer", None)
+    model = json.loads(inner.to_str())["model"] if inner else {}
+    scores = model["vocab"] if isinstance(model.get("vocab"), list) else []
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or ()]
+    special = sorted(i for i, token in tokens.added_tokens_decoder.items() if token.special)
+    decoded = [tokens.decode(ids, skip_special_tokens=True) for ids in encoded]
+    return [scores, merges, decoded, special, tokens.eos_token_id]
+
+
+def _code(path: str) -> list[str]:
+    """Hashes of the file that an object path names, and of those that it imports, directly or not.
+
+    Of a command it is the hash of the text files that it names. There are none of areax's own code.
+    """
+    if path.startswith(resolve.COMMAND):
+        named = [word for word in shlex.split(path.removeprefix(resolve.COMMAND)) if _is_text(Path(word))]
+        return [_hash(repr([hub.content(file) for file in named]))] if named else []
     place = path.rpartition(":")[0]
-    if not place.endswith(".py"):
-        top, *inner = place.split(".")
-        spec = importlib.util.find_spec(top) if top and top != "areax" else None  # of an inner module it would import
-        if inner and spec:
-            files = (Path(root, *inner) for root in spec.submodule_search_locations or ())
-            found = [f for file in files for f in (file.with_suffix(".py"), file / "__init__.py") if f.is_file()]
-            place = str(found[0]) if found else ""
-        else:
-            place = spec.origin or "" if spec else ""
-    return hub.content(place) if place and Path(place).is_file() else ""
+    files = [Path(place)] if place.endswith(".py") else [*_files(place)][-1:]
+    files = [file.resolve() for file in files if file.is_file()]
+    for file in files:  # which grows
+        files += [other for other in dict.fromkeys(_imported(file)) if other not in files]
+    return [hub.content(file) for file in files]
 
 
-def _hash(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
+def _imported(file: Path) -> Iterator[Path]:
+    """The user's own files that a Python file imports by statements."""
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # for whoever loads it to explain
+        return
+    found: list[Path] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += (one for alias in node.names for one in _files(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.parents[node.level - 1] if node.level else None
+            names = (".".join(filter(None, (node.module, alias.name))) for alias in node.names)
+            found += (one for name in names for one in _files(name, folder))
+    for one in map(Path.resolve, found):
+        if library not in one.parents and not {*INSTALLED} & {*one.parts}:
+            yield one
+
+
+def _files(name: str, folder: Path | None = None) -> Iterator[Path]:
+    """The files of a module, and of the packages that it is in, first; none is imported. None are areax's own.
+
+    Args:
+      folder: where a relative import looks.
+    """
+    top, *inner = name.split(".")
+    if folder:
+        roots, inner = [str(folder)], [top, *inner]
+    else:
+        spec = None
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(top) if top and top != "areax" else None  # of an inner one it would import
+        if spec is None:
+            return
+        roots = [*(spec.submodule_search_locations or ())]
+        if spec.origin and Path(spec.origin).is_file():
+            yield Path(spec.origin)
+    for count in range(1, len(inner) + 1):
+        ways = (Path(root, *inner[:count]) for root in roots)
+        files = (file for way in ways for file in (way.with_suffix(".py"), way / "__init__.py"))
+        yield from [file for file in files if file.is_file()][:1]
+
+
+def _is_text(file: Path) -> bool:
+    """Whether a path is a file, and not a program for this machine, such as an interpreter."""
+    if not file.is_file():
+        return False
+    with open(file, "rb") as opened:
+        return b"\0" not in opened.read(1024)
+
+
+def _content(file: Path) -> str:
+    return hub.content(file) if file.is_file() else NONE
+
+
+def _hash(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -253,7 +253,7 @@ def fit(
                     f"--out {config.out}: holds a run of {made}, which {kind} cannot go on with; name another directory"
                 )
             if "data" in (cursor or {}):
-                sources.check_same(prompts, cursor["data"])
+                sources.check_same(prompts, cursor["data"], config.data)
         position = {"recipe": kind, "data": sources.identity(prompts), "contents": known}
         done = start
 

@@ -26,7 +26,7 @@ def changes(config: Any) -> list[str]:
 
     `out` does not count: a run may be moved. Nor does another path to the same file or folder.
     """
-    return [f"--{name} {_shown(then)} -> {_shown(now)}" for name, then, now in changed(config)]
+    return [f"--{name} {shown(then)} -> {shown(now)}" for name, then, now in changed(config)]
 
 
 def changed(config: Any) -> list[tuple[str, Any, Any]]:
@@ -38,7 +38,7 @@ def changed(config: Any) -> list[tuple[str, Any, Any]]:
     if not isinstance(former, dict):
         return []
     then, now = by_option(former, type(config)), options(config)
-    differs = lambda k, v: k != "out" and not _same(then.get(k, v), v)
+    differs = lambda k, v: k != "out" and not same(then.get(k, v), v)
     return [(k, then[k], v) for k, v in now.items() if differs(k, v)]
 
 
@@ -65,14 +65,16 @@ def _dtype_shapes(options: dict[str, Any]) -> bool:
     return offloads or bool(options.get("reference-every"))
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same, or paths to the same file or folder."""
     paths = [x for x in (one, other) if isinstance(x, str) and os.path.exists(x)]
     return one == other or (len(paths) == 2 and os.path.samefile(*paths))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as on the command line."""
     if isinstance(value, list):
-        value = " ".join(map(_shown, value))
+        value = " ".join(map(shown, value))
     return str(value).lower() if isinstance(value, bool) else str(value) or "none"
 
 
@@ -115,7 +117,7 @@ def _finished(kind: str, config: Any, prompts: sources.Order) -> dict | None:
     position = cursor.get("rollout", cursor)
     if version != done or kind != ("grpo" if "rollout" in cursor else cursor.get("recipe")) or "data" not in position:
         return None
-    sources.check_same(prompts, position["data"])
+    sources.check_same(prompts, position["data"], config.data)
     try:
         hf.read_config(out / "model")
         whole = hf.verify(out / "model") and (not options(config)["lora.rank"] or peft.verify(out / "adapter"))
@@ -161,7 +163,7 @@ def restoring(config: Any) -> Iterator[None]:
         own = options(config)
         shaping = [(name, then, now) for name, then, now in changed(config) if _shapes(name, then, now, own)]
         if shaping:
-            others = ", ".join(f"--{name} {_shown(then)} -> {_shown(now)}" for name, then, now in shaping)
+            others = ", ".join(f"--{name} {shown(then)} -> {shown(now)}" for name, then, now in shaping)
             reason = (
                 f"its run was started with other options, {others}, which its state does not fit; give the former "
                 "ones, or name another directory"

@@ -125,21 +125,35 @@ def some(own: Sequence) -> list:
 def identity(order: Order) -> dict[str, Any]:
     """What a run that goes on must find again: the number of rows, their order, and a hash of the rows in memory and of
     SOME of a source's others, None of a stream's."""
-    content = None
-    if not isinstance(order, Stream):
-        owns = order.contents if isinstance(order, Mixture) else [order.rows]
-        seen = [some(own) for own in owns]
-        content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=agreement.shown).encode())
-    return {"rows": order.size, "order": order.order, "hash": content}
+    owns = order.contents if isinstance(order, Mixture) else [order.rows]
+    return {
+        "rows": order.size,
+        "order": order.order,
+        "hash": None if isinstance(order, Stream) else _content([some(own) for own in owns]),
+    }
 
 
-def check_same(order: Order, then: Mapping[str, Any]) -> None:
+def _content(owns: Iterable[Iterable]) -> str:
+    """The hash of rows as JSON, one after the other: the text of all of them is as large as they are."""
+    state = xxhash.xxh3_64(b"[")
+    for i, own in enumerate(owns):
+        state.update(b", [" if i else b"[")
+        for j, row in enumerate(own):
+            text = json.dumps(row, sort_keys=True, default=agreement.shown)
+            state.update((f", {text}" if j else text).encode())
+        state.update(b"]")
+    state.update(b"]")
+    return state.hexdigest()
+
+
+def check_same(order: Order, then: Mapping[str, Any], data: str = "") -> None:
     """Raises ValueError if a run cannot go on because its rows or their order are others now.
 
     Args:
       then: the `identity` that its state was saved with.
+      data: what --data is now.
     """
-    now = identity(order)
+    now, option = identity(order), f"--data {data}".rstrip()
     was, own = (x if isinstance(x, list) else ["shuffled", x] for x in (then["order"], now["order"]))
     if was[-1] != own[-1]:
         raise ValueError(
@@ -147,12 +161,12 @@ def check_same(order: Order, then: Mapping[str, Any]) -> None:
         )
     if was != own and "mixture" in (was[0], own[0]):
         raise ValueError(
-            f"--data must have the run's sources, weights and rows, {_shown(was)}, got {_shown(own)}; or name another "
-            "--out"
+            f"{option} must have the run's sources, weights and rows, {_shown(was)}, got {_shown(own)}; or name "
+            "another --out"
         )
     if now["rows"] != then["rows"]:
         raise ValueError(
-            f"--data must have the {then['rows']} rows that the run was started with, got {now['rows']}; --limit, "
+            f"{option} must have the {then['rows']} rows that the run was started with, got {now['rows']}; --limit, "
             "--row, --bad-rows and what is left out as too long choose among them; or name another --out"
         )
     if was != own:
@@ -160,7 +174,9 @@ def check_same(order: Order, then: Mapping[str, Any]) -> None:
             f"--curriculum.order and field must be the run's, {_shown(was)}, got {_shown(own)}; or name another --out"
         )
     if then.get("hash") and then["hash"] != now["hash"]:
-        raise ValueError("--data must have the rows that the run was started with, got others; or name another --out")
+        raise ValueError(
+            f"{option} must have the rows that the run was started with, got others; or name another --out"
+        )
 
 
 def _shown(order: list) -> str:

@@ -35,6 +35,22 @@ async def connected(teachers: Sequence[str], tokens: Any) -> AsyncIterator[dict[
         yield fleets
 
 
+async def weights(teachers: Sequence[str]) -> dict[str, list]:
+    """{what: checksums} of the weights of `--teachers`, for each name and layout; of servers that compute some.
+
+    A server with other parallelism or another dtype has other tensors, whose checksums say nothing about the same ones.
+    """
+    found: dict[str, list] = {}
+    for name, urls in teacher.named(teachers).items():
+        async with client.connect(urls, key_variable=teacher.KEY) as fleet:
+            for server in fleet.servers:
+                sums = await server.api.checksums()
+                what = f"weights{f' of {name}' if name else ''} in layout {server.layout}"
+                if sums and sums not in (known := found.setdefault(what, [])):
+                    known.append(sums)
+    return found
+
+
 async def _compare(api, tokens) -> None:
     ids = sorted(tokens.get_vocab().values())
     ids = sorted({*tokens.added_tokens_decoder, *ids[:: len(ids) // COMPARED + 1]})
