@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areax.rollout.scheduling.validation import violation
+from areax.rollout.scheduling.validation import checked
 from areax.rollout.types import Completion, Sample, sampled
 
 GOOD = sampled([1, 2], Completion([3, 4], [-0.5, -1.5], [7, 8], "stop"), temperature=1.0, reward=0.5)
@@ -16,6 +16,15 @@ NUMBERS = st.one_of(
     st.floats(), st.integers(-(2**70), 2**70), st.text(max_size=3), st.none(), st.booleans(), st.complex_numbers(),
     st.lists(st.integers(), max_size=2),
 )  # fmt: skip
+
+
+def violation(sample, **known):
+    """What is wrong with a sample; "" if nothing is."""
+    try:
+        checked(sample, **known)
+        return ""
+    except ValueError as error:
+        return str(error)
 
 
 def changed(**fields):

@@ -40,7 +40,7 @@ from .episodes import group, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream
-from .validation import violation
+from .validation import checked
 
 log = logging.getLogger(__name__)
 
@@ -318,22 +318,22 @@ class Executor:
             prompt=prompt,
             size=self.group_size,
             seed=self.seed,
-            check=self._violation,
+            check=self._checked,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
         if self.baseline:
-            [greedy] = await rollouts(self.baseline, self.generate, [self.prompts[prompt]], check=self._violation)
+            [greedy] = await rollouts(self.baseline, self.generate, [self.prompts[prompt]], check=self._checked)
             value = greedy[0].reward if greedy else float("nan")
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
         return [s.replace(info={**s.info, "admitted": version}) for s in samples], True
 
-    def _violation(self, sample: Sample) -> str:
-        """What is wrong with a sample; servers may have the version that is being pushed already."""
+    def _checked(self, sample: Sample) -> Sample:
+        """A sample that may be trained on; servers may have the version that is being pushed already."""
         newest = None if self._version is None else self._version + 1
-        return violation(sample, vocabulary=self.vocabulary, newest=newest)
+        return checked(sample, vocabulary=self.vocabulary, newest=newest)
 
     def _count(self, what: str, number: int) -> None:
         self._total[what] += number
