@@ -32,7 +32,7 @@ def pack(
 
     Raises:
       ValueError: no samples, rows or length, a sample longer than `length`, a pair too large for a microbatch, a sample
-        that lacks a component, or samples whose extra arrays differ in name.
+        that lacks a component, or samples whose extra arrays differ in name, kind, type or shape.
     """
     sizes = _checked(samples, length, rows, components)
     pairs, given = [s.pair for s in samples], [(length, rows), *shapes]
@@ -105,10 +105,10 @@ def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str
                 raise ValueError(
                     f"pack: every sample needs the component {name}, got {sorted(s.components)} in sample {i}"
                 )
-        if set(s.arrays) != set(samples[0].arrays):
+        if (own := _forms(s)) != (first := _forms(samples[0])):
             raise ValueError(
-                f"pack: all samples need the same arrays, got {sorted(s.arrays)} in sample {i} "
-                f"and {sorted(samples[0].arrays)} in sample 0"
+                f"pack: all samples need the same arrays, got {sorted(own.items())} in sample {i} "
+                f"and {sorted(first.items())} in sample 0"
             )
     sizes = np.array([len(s.tokens) for s in samples])
     if sizes.max() > length:
@@ -118,6 +118,11 @@ def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str
             "raise length or drop it"
         )
     return sizes
+
+
+def _forms(sample) -> dict[str, str]:
+    """Kind, type and shape of a sample's arrays, but for the tokens' axis."""
+    return {name: " ".join([kind, str(x.dtype), *map(str, x.shape[1:])]) for name, (kind, x) in sample.arrays.items()}
 
 
 def _filled(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areax.rollout.scheduling.validation import violation
+from areax.rollout.scheduling.validation import checked
 from areax.rollout.types import Completion, Sample, sampled
 
 GOOD = sampled([1, 2], Completion([3, 4], [-0.5, -1.5], [7, 8], "stop"), temperature=1.0, reward=0.5)
@@ -16,6 +16,15 @@ NUMBERS = st.one_of(
     st.floats(), st.integers(-(2**70), 2**70), st.text(max_size=3), st.none(), st.booleans(), st.complex_numbers(),
     st.lists(st.integers(), max_size=2),
 )  # fmt: skip
+
+
+def violation(sample, **known):
+    """What is wrong with a sample; "" if nothing is."""
+    try:
+        checked(sample, **known)
+        return ""
+    except ValueError as error:
+        return str(error)
 
 
 def changed(**fields):
@@ -65,8 +74,8 @@ def changed(**fields):
         ({"arrays": {"x": ("output", np.zeros(4))}}, r"arrays\['x'\] must be"),
         ({"arrays": {"x": ("input", np.zeros(3))}}, r"arrays\['x'\] must be"),
         ({"arrays": {"x": ("input", np.array(["a"] * 4))}}, r"arrays\['x'\] must be"),
-        ({"arrays": {"x": ("input", np.array([0, 0, 0, np.inf]))}}, r"arrays\['x'\] must be finite, got inf"),
-        ({"arrays": {"x": ("target", np.array([0, 0, 0, np.nan]))}}, r"arrays\['x'\] must be finite, got nan"),
+        ({"arrays": {"x": ("input", np.array([0, 0, 0, np.inf]))}}, r"arrays\['x'\] must be finite in 32 bits, or NaN, got inf"),
+        ({"arrays": {"x": ("target", np.array([0, 0, 0, np.nan]))}}, r"arrays\['x'\] must be numbers where they are learnt from, got nan"),
         (
             {"arrays": {"routed_experts": ("input", np.full((4, 2, 2), 8))}},
             r"must lie in \[-1, the number of experts 8\), got 8",

@@ -27,6 +27,7 @@ from ..chat.first_call import FirstCall
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
+from ..errors import ServerError
 from ..processes import http_limits, http_process
 from ..servers.types import Part
 from ..types import Completion
@@ -225,10 +226,15 @@ class Gateway:
     async def _reading(self, tokens: Sequence[int], top: int) -> Reading:
         """A second pass of the server over a text: log-probabilities at temperature 1, under its current weights."""
         assert self._read is not None
-        _, part = await self._read(tokens, top_k=top)
+        url, part = await self._read(tokens, top_k=top)
         tops = part.input_top or [()] * len(part.inputs)
+        if [row[1] for row in part.inputs] != [*tokens] or len(tops) != len(tokens):
+            raise ServerError(
+                f"{url}/generate: must return log-probabilities of the {len(tokens)} tokens that it reads, got those "
+                "of others"
+            )
         return [
-            (token, logp, {other: p for p, other, *_ in others or ()})
+            (token, logp, {other: p for p, other, *_ in others or () if p is not None})
             for (logp, token, *_), others in zip(part.inputs, tops, strict=True)
         ]
 

@@ -1,6 +1,19 @@
-"""Texts from files on a terminal."""
+"""Texts from files on a terminal, and values of others' code in messages."""
+
+from typing import Any
+
+LONGEST = 80  # characters of a value in a message
 
 
 def printable(line: str) -> str:
     """A line for a terminal: names from files may have characters that control it."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def shown(value: Any) -> str:
+    """A value as a short line, whatever its own code does."""
+    try:
+        text = " ".join(repr(value.item() if hasattr(type(value), "dtype") and not value.ndim else value).split())
+    except Exception:  # its code may raise anything
+        text = f"a value of type {type(value).__name__}"
+    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..processes.printable import shown
+
 CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a reward, besides the text and the row
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # parameters of verl's compute_score
@@ -42,21 +44,17 @@ def score(value: Any) -> Score:
       ValueError: anything else, or a number that is infinite in float32.
     """
     if isinstance(value, Score):
-        return Score(_number(value.value), value.components, value.steps)
+        return Score(_number(value.value), _components(value.components), _steps(value.steps))
     if value is None:
         return Score(math.nan)
     if isinstance(value, list | tuple) and value:
-        steps = tuple(map(_step, value))
+        steps = _steps(value)
         return Score(_number(sum(reward for _, reward in steps)), steps=steps)
     if not isinstance(value, Mapping):
         return Score(_number(value))
     if not value:
         raise ValueError(f"a reward must be {KINDS}, got an empty dict")
-    if len(value) > COMPONENTS:
-        raise ValueError(f"a reward must have at most {COMPONENTS} components, got {len(value)}")
-    if (longest := max(len(str(name)) for name in value)) > LONGEST_NAME:
-        raise ValueError(f"a component's name must have at most {LONGEST_NAME} characters, got {longest}")
-    components = {str(name): _number(part) for name, part in value.items()}
+    components = _components(value)
     total = components.pop("reward", None)
     return Score(_number(sum(components.values())) if total is None else total, components)
 
@@ -76,20 +74,42 @@ def whole(value: Any) -> Score:
     return made
 
 
+def _components(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a reward's components must be a dict of numbers, got {shown(value)}")
+    if len(value) > COMPONENTS:
+        raise ValueError(f"a reward must have at most {COMPONENTS} components, got {len(value)}")
+    names = [*map(str, value)]
+    if (longest := max(map(len, names), default=0)) > LONGEST_NAME:
+        raise ValueError(f"a component's name must have at most {LONGEST_NAME} characters, got {longest}")
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"a component's name must be Unicode, got {name!r}") from None
+    return {name: _number(part) for name, part in zip(names, value.values(), strict=True)}
+
+
+def _steps(pairs: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(pairs, list | tuple):
+        raise ValueError(f"a reward's steps must be a list of (end, reward) pairs, got {shown(pairs)}")
+    return tuple(map(_step, pairs))
+
+
 def _step(pair: Any) -> tuple[int, float]:
     if not (isinstance(pair, Sequence) and len(pair) == 2 and hasattr(type(pair[0]), "__index__") and pair[0] >= 0):
         what = "with end the number of characters up to the end of a step"
-        raise ValueError(f"a reward must be {KINDS}, {what}, got {pair!r:.80}")
+        raise ValueError(f"a reward must be {KINDS}, {what}, got {shown(pair)}")
     return int(pair[0]), _number(pair[1])
 
 
 def _number(value: Any) -> float:
     if not hasattr(type(value), "__float__"):
-        raise ValueError(f"a reward must be {KINDS}, got {value!r:.80}")
+        raise ValueError(f"a reward must be {KINDS}, got {shown(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"a reward must be {KINDS}, got {value!r:.80} ({error})") from None
+        raise ValueError(f"a reward must be {KINDS}, got {shown(value)} ({error})") from None
     if abs(number) > LARGEST:
         raise ValueError(f"a reward must be finite in float32, or NaN if it is unscorable, got {number}")
     return number

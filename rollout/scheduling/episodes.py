@@ -14,10 +14,11 @@ import xxhash
 
 from .. import events, object_path
 from ..errors import ServerError, WrongSample
+from ..processes.printable import shown
 from ..types import Generate, Sample, Workflow
-from .validation import violation
+from .validation import checked
 
-Check = Callable[[Sample], str]
+Check = Callable[[Sample], Sample]
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per episode, if servers fail
@@ -33,7 +34,7 @@ async def rollouts(
     group_size: int = 1,
     max_concurrent: int = 256,
     seed: int | None = None,
-    check: Check = violation,
+    check: Check = checked,
     on_group: Callable[[], None] = lambda: None,
 ) -> list[list[Sample]]:
     """Samples a group for every row, once and in order, without scheduling; for evaluation.
@@ -77,7 +78,7 @@ async def group(
     prompt: int,
     size: int,
     seed: int | None,
-    check: Check = violation,
+    check: Check = checked,
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
 ) -> list[Sample]:
@@ -88,8 +89,8 @@ async def group(
     gets a copy of the row of its own: what it writes there, nobody else sees.
 
     Args:
-      check: what is wrong with a sample, "" if nothing is; an episode with such a sample is retried as if its servers
-        had failed.
+      check: a copy of a sample that workflows cannot change; raises ValueError for one that must not be trained on: its
+        episode is retried as if its servers had failed.
       on_retry: called before an episode is retried.
       on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
@@ -170,15 +171,27 @@ async def _played(workflow, generate, row, check: Check) -> list[Sample]:
         raise ValueError(
             f"the workflow raised CancelledError, but nobody cancelled it; {object_path.row(row)}"
         ) from error
-    samples = [] if result is None else result if isinstance(result, list) else [result]
-    if not all(isinstance(sample, Sample) for sample in samples):
+    return returned(result, row, check)
+
+
+def returned(result: Any, row: Mapping[str, Any], check: Check = checked) -> list[Sample]:
+    """The samples that a workflow returned, checked.
+
+    Raises:
+      ValueError: it returned something else.
+      WrongSample: a sample that `check` refuses.
+    """
+    samples = [] if result is None else list.copy(result) if isinstance(result, list) else [result]
+    for other in (sample for sample in samples if not isinstance(sample, Sample)):
         raise ValueError(
-            f"a workflow must return a Sample, a list of them or None, got {result!r:.80}; {object_path.row(row)}"
+            f"a workflow must return a Sample, a list of them or None, got {shown(other)}; {object_path.row(row)}"
         )
-    for sample in samples:
-        if wrong := check(sample):
-            raise WrongSample(f"the workflow returned a sample that cannot be used: {wrong}; {object_path.row(row)}")
-    return samples
+    try:
+        return [check(sample) for sample in samples]
+    except ValueError as error:
+        raise WrongSample(
+            f"the workflow returned a sample that cannot be used: {error}; {object_path.row(row)}"
+        ) from error
 
 
 def one_a_rollout(samples: Sequence[Sample]) -> list[Sample]:

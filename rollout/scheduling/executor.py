@@ -40,7 +40,7 @@ from .episodes import group, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream
-from .validation import violation
+from .validation import checked
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class Executor:
         batches: int | None = None,
         cursor: Mapping[str, Any] | None = None,
         vocabulary: int | None = None,
-        experts: int | None = None,
     ):
         """
         Args:
@@ -95,7 +94,6 @@ class Executor:
           batches: of the whole run, if known: nothing is generated beyond them.
           cursor: the position of an earlier run to resume; its open prompts come first.
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
-          experts: number of its experts in a layer, likewise.
         """
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -113,8 +111,7 @@ class Executor:
         self.workflow, self.generate, self.prompts = workflow, generate, prompts
         self.group_size, self.groups_per_batch, self.eta = group_size, groups_per_batch, eta
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
-        self.batches, self.oversample = batches, oversample
-        self.vocabulary, self.experts = vocabulary, experts
+        self.batches, self.oversample, self.vocabulary = batches, oversample, vocabulary
         self._version: int | None = None  # admitted by all servers
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
         self._open: deque[int] = deque()  # prompts to admit before `_next`
@@ -321,22 +318,22 @@ class Executor:
             prompt=prompt,
             size=self.group_size,
             seed=self.seed,
-            check=self._violation,
+            check=self._checked,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
         if self.baseline:
-            [greedy] = await rollouts(self.baseline, self.generate, [self.prompts[prompt]], check=self._violation)
+            [greedy] = await rollouts(self.baseline, self.generate, [self.prompts[prompt]], check=self._checked)
             value = greedy[0].reward if greedy else float("nan")
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
         return [s.replace(info={**s.info, "admitted": version}) for s in samples], True
 
-    def _violation(self, sample: Sample) -> str:
-        """What is wrong with a sample; servers may have the version that is being pushed already."""
+    def _checked(self, sample: Sample) -> Sample:
+        """A sample that may be trained on; servers may have the version that is being pushed already."""
         newest = None if self._version is None else self._version + 1
-        return violation(sample, vocabulary=self.vocabulary, newest=newest, experts=self.experts)
+        return checked(sample, vocabulary=self.vocabulary, newest=newest, experts=self.experts)
 
     def _count(self, what: str, number: int) -> None:
         self._total[what] += number

@@ -6,110 +6,206 @@ A wrong value would not stop training but become another token, another policy o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 
-from ..types import LARGEST_LOGP, Finish, Sample
+from ..processes.printable import shown
+from ..types import LARGEST_LOGP, Finish, Image, Sample
 
 LARGEST = float(np.finfo(np.float32).max)  # training has these numbers in float32
-LONGEST = 80  # characters of a wrong value in a message
+IDS = "group", "prompt", "sample", "rollout", "pair"
 
 
-def violation(
+def checked(
     sample: Sample, *, vocabulary: int | None = None, newest: int | None = None, experts: int | None = None
-) -> str:
-    """What is wrong with a sample, as "FIELD must ..., got ..."; "" if nothing is.
+) -> Sample:
+    """A copy of a sample in the types of its fields, which shares no array with it: workflows may reuse theirs.
 
     Args:
       vocabulary: number of the policy's tokens; None = unknown.
       newest: the newest policy version that a server can have; None = unknown.
       experts: number of the policy's experts in a layer; None = unknown.
+
+    Raises:
+      ValueError: a value is wrong: "FIELD must ..., got ...".
     """
-    return next(_violations(sample, vocabulary, newest, experts), "")
+    given = _read(np.array, sample.tokens)
+    n = given.size if given is not None else 0
+    if not n:
+        _wrong("tokens", "be an array of one token or more", sample.tokens)
+    tokens = _array("tokens", sample.tokens, n, "iu", f"have {n} whole numbers")
+    mask = _array("mask", sample.mask, n, "b", f"be bool[{n}]")
+    version = _array("version", sample.version, n, "iu", f"have {n} whole numbers")
+    turn = _array("turn", sample.turn, n, "iu", f"have {n} whole numbers")
+    logp = _array("logp", sample.logp, n, "fiu", f"have {n} numbers").astype(np.float64)
+    _within("tokens", tokens, 0, vocabulary or 2**31, "vocabulary size ")
+    _within("version", version, -1, 2**31 if newest is None else newest + 1, "the newest version + 1 = ")
+    _within("turn", turn, 0, 2**31, "")
+    _all("logp", "be finite and at most 0", logp[mask], lambda x: (x <= LARGEST_LOGP) & (x >= -LARGEST))
+    _all("logp", "be 0 outside the mask", logp[~mask], lambda x: x == 0)
+    _all("version", "be -1 outside the mask", version[~mask], lambda x: x == -1)
+    group, prompt, number, rollout, pair = (_id(name, getattr(sample, name)) for name in IDS)
+    return Sample(
+        tokens=tokens.astype(np.int32),
+        mask=mask,
+        logp=logp.astype(np.float32),
+        version=version.astype(np.int32),
+        turn=turn.astype(np.int32),
+        temperature=_scalar(sample, "temperature", "at least 0", lambda x: x >= 0),
+        rewards=_rewards(sample.rewards, n),
+        components=_components(sample.components),
+        finish=_finish(sample.finish),
+        group=group,
+        prompt=prompt,
+        sample=number,
+        rollout=rollout,
+        weight=_scalar(sample, "weight", "above 0", lambda x: bool(np.float32(x) > 0)),
+        pair=pair,
+        label=_scalar(sample, "label", "a number", lambda x: True),
+        arrays={name: _extra(name, entry, mask, experts) for name, entry in _entries("arrays", sample.arrays).items()},
+        images=_images(sample.images),
+        info=_info(sample.info),
+    )
 
 
-def _violations(sample: Sample, vocabulary: int | None, newest: int | None, experts: int | None) -> Iterator[str]:
-    n, mask = _array(sample.tokens).size, _array(sample.mask)
-    if mask.shape != (n,) or mask.dtype != bool:
-        yield _wrong("mask", f"be bool[{n}]", sample.mask)
-    for name, kinds in (("tokens", "iu"), ("version", "iu"), ("turn", "iu"), ("logp", "fiu")):
-        values = _array(getattr(sample, name))
-        if values.shape != (n,) or values.dtype.kind not in kinds:
-            yield _wrong(name, f"have {n} {'whole numbers' if kinds == 'iu' else 'numbers'}", getattr(sample, name))
-    yield from _outside("tokens", sample.tokens, 0, vocabulary or 2**31, "vocabulary size ")
-    if newest is not None:
-        yield from _outside("version", sample.version, -1, newest + 1, "the newest version + 1 = ")
-    logp = _array(sample.logp)[mask]
-    if (bad := ~((logp <= LARGEST_LOGP) & (logp >= -LARGEST))).any():
-        yield _wrong("logp", "be finite and at most 0", logp[bad][0])
-    for name, rule, holds in (
-        ("temperature", "at least 0", lambda x: x >= 0),
-        ("weight", "above 0", lambda x: np.float32(x) > 0),
-        ("label", "a number", lambda x: True),
-    ):
-        value = getattr(sample, name)
-        if not (_number(value) and math.isfinite(value) and holds(value)):
-            yield _wrong(name, f"be {rule} and finite", value)
-    for name, form in (
-        ("rewards", Sequence), ("components", Mapping), ("arrays", Mapping), ("images", Sequence), ("info", Mapping),
-    ):  # fmt: skip
-        if not isinstance(getattr(sample, name), form):
-            yield _wrong(name, f"be a {form.__name__.lower()}", getattr(sample, name))
-    for pair in sample.rewards:
-        if not (isinstance(pair, Sequence) and len(pair) == 2 and _whole(pair[0]) and 0 <= pair[0] < n):
-            yield _wrong("rewards", f"have indices in [0, {n})", pair)
-        if not _number(pair[1]) or math.isinf(pair[1]):
-            yield _wrong("rewards", "be finite, or NaN", pair[1])
-    for name, value in sample.components.items():
-        if not (isinstance(name, str) and _number(value)) or math.isinf(value):
-            yield _wrong("components", "be finite numbers, or NaN, by name", {name: value})
-    if not (isinstance(sample.finish, str) and sample.finish in get_args(Finish)):
-        yield _wrong("finish", f"be one of {', '.join(get_args(Finish))}", sample.finish)
-    for name in ("group", "prompt", "sample", "rollout", "pair"):
-        if not _whole(getattr(sample, name)):
-            yield _wrong(name, "be a whole number", getattr(sample, name))
-    for name, entry in sample.arrays.items():
-        kind, values = entry if isinstance(entry, tuple) and len(entry) == 2 else ("", None)
-        good = kind in ("input", "target") and isinstance(values, np.ndarray) and values.dtype.kind in "fiub"
-        if not (good and values.shape[:1] == (n,)):
-            yield _wrong(f"arrays[{name!r}]", f'be ("input" or "target", an array of numbers [{n}, ...])', entry)
-        if name == "routed_experts":
-            yield from _outside(f"arrays[{name!r}]", values, -1, experts or 2**31, "the number of experts ")
-        elif name != "teacher_logp":  # training leaves out where it is not finite
-            learnt = values if kind == "input" else values[mask]
-            if (bad := ~np.isfinite(learnt)).any():
-                yield _wrong(f"arrays[{name!r}]", "be finite", learnt[bad][0])
-
-
-def _array(values: Any) -> np.ndarray:
+def _read(how: Callable[[Any], Any], value: Any) -> Any:
+    """`how(value)`; None if it fails, or code of the value's own, which may raise anything."""
     try:
-        return np.asarray(values)
-    except (ValueError, TypeError, OverflowError):  # lists of several lengths
-        return np.array(None)
+        return how(value)
+    except Exception:
+        return None
 
 
-def _outside(name: str, values: Any, low: int, high: int, what: str) -> Iterator[str]:
-    values = _array(values)
-    if (bad := (values < low) | (values >= high)).any():
-        yield _wrong(name, f"lie in [{low}, {what}{high})", values[bad][0])
+def _array(name: str, value: Any, n: int, kinds: str, rule: str) -> np.ndarray:
+    array = _read(np.array, value)
+    if array is None or array.shape != (n,) or array.dtype.kind not in kinds:
+        _wrong(name, rule, value)
+    return array
 
 
-def _number(value: Any) -> bool:
-    """Whether a value is a number that float32 can hold, in which training has it."""
-    if isinstance(value, bool | np.bool_):
-        return True
-    if not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    size: Any = abs(value)
-    return not LARGEST < size < math.inf
+def _all(name: str, rule: str, values: np.ndarray, holds: Callable[[np.ndarray], np.ndarray]) -> None:
+    if (bad := ~holds(values)).any():
+        _wrong(name, rule, values[bad][0])
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(-(2**63) <= value < 2**63)
+def _within(name: str, values: np.ndarray, low: int, high: int, what: str) -> None:
+    _all(name, f"lie in [{low}, {what}{high})", values, lambda x: (x >= low) & (x < high))
 
 
-def _wrong(name: str, rule: str, value: Any) -> str:
-    shown = " ".join(repr(value.item() if isinstance(value, np.generic) else value).split())
-    return f"{name} must {rule}, got {shown[:LONGEST]}{'...' if len(shown) > LONGEST else ''}"
+def _number(value: Any) -> float | None:
+    """A number as float32 can hold it, in which training has it, or not finite; None for anything else."""
+    value = value.item() if isinstance(value, np.bool_ | np.integer | np.floating) else value
+    number = _read(float, value) if isinstance(value, bool | int | float | np.floating) else None
+    return None if number is None or LARGEST < abs(number) < math.inf else number
+
+
+def _scalar(sample: Sample, name: str, rule: str, holds: Callable[[float], bool]) -> float:
+    number = _number(value := getattr(sample, name))
+    if number is None or not math.isfinite(number) or not holds(number):
+        _wrong(name, f"be {rule} and finite", value)
+    return number
+
+
+def _id(name: str, value: Any) -> int:
+    low = -(2**31) if name == "pair" else -(2**63)  # the others are given anew
+    number = _read(int, value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+    if number is None or not low <= number < -low:
+        _wrong(name, "be a whole number", value)
+    return number
+
+
+def _rewards(value: Any, n: int) -> tuple[tuple[int, float], ...]:
+    made = []
+    for pair in _items("rewards", value):
+        index, reward = _pair(pair)
+        whole = _read(int, index) if isinstance(index, int | np.integer) and not isinstance(index, bool) else None
+        if whole is None or not 0 <= whole < n:
+            _wrong("rewards", f"have indices in [0, {n})", pair)
+        number = _number(reward)
+        if number is None or math.isinf(number):
+            _wrong("rewards", "be finite, or NaN", reward)
+        made.append((whole, number))
+    if abs(total := sum(number for _, number in made)) > LARGEST:
+        _wrong("rewards", "have a sum that is finite in float32", total)
+    return tuple(made)
+
+
+def _components(value: Any) -> dict[str, float]:
+    made = {}
+    for name, part in _entries("components", value).items():
+        number = _number(part) if isinstance(name, str) and _read(str.encode, name) is not None else None
+        if number is None or math.isinf(number):
+            _wrong("components", "be finite numbers, or NaN, by name", {name: part})
+        made[str(name)] = number
+    return made
+
+
+def _finish(value: Any) -> Finish:
+    for finish in get_args(Finish):
+        if isinstance(value, str) and str.__eq__(value, finish) is True:
+            return finish
+    _wrong("finish", f"be one of {', '.join(get_args(Finish))}", value)
+
+
+def _extra(name: Any, entry: Any, mask: np.ndarray, experts: int | None) -> tuple[Any, np.ndarray]:
+    field, n = f"arrays[{shown(name)}]", len(mask)
+    kind, values = _pair(entry)
+    array = _read(np.array, values) if isinstance(values, np.ndarray) else None
+    named = isinstance(name, str) and isinstance(kind, str) and kind in ("input", "target")
+    if not named or array is None or array.dtype.kind not in "fiub" or array.shape[:1] != (n,):
+        _wrong(field, f'be ("input" or "target", an array of numbers [{n}, ...])', entry)
+    if name == "routed_experts":
+        _within(field, array, -1, experts or 2**31, "the number of experts ")
+    most = LARGEST if array.dtype.kind == "f" else 2**31 - 1
+    _all(field, "be finite in 32 bits, or NaN", array, lambda x: np.isnan(x) | ((x <= most) & (x >= -most)))
+    learnt = array if kind == "input" else array[mask]
+    if name != "teacher_logp":  # training leaves out where it is not a number
+        _all(field, "be numbers where they are learnt from", learnt, lambda x: ~np.isnan(x))
+    return kind, array
+
+
+def _images(value: Any) -> tuple[Image, ...]:
+    images = _items("images", value)
+    for image in images:
+        if not isinstance(image, Image) or not isinstance(image.data, bytes):
+            _wrong("images", "be images, of bytes", image)
+    return images
+
+
+def _info(value: Any) -> dict[Any, Any]:
+    made = _entries("info", value)
+    if "episode_reward" in made:
+        number = _number(made["episode_reward"])
+        if number is None or math.isinf(number):
+            _wrong("info['episode_reward']", "be finite, or NaN", made["episode_reward"])
+        made["episode_reward"] = number
+    for name in ("prompt", "text"):
+        if not isinstance(made.get(name, ""), str):
+            _wrong(f"info[{name!r}]", "be a text", made[name])
+    return made
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    made = _read(tuple, value) if isinstance(value, tuple | list) else None
+    if made is None:
+        _wrong(name, "be a sequence", value)
+    return made
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    """The two entries of a pair; (None, None) for anything else."""
+    made = _read(tuple, value) if isinstance(value, tuple | list) else ()
+    return made if made and len(made) == 2 else (None, None)
+
+
+def _entries(name: str, value: Any) -> dict[Any, Any]:
+    made = _read(dict, value) if isinstance(value, Mapping) else None
+    if made is None:
+        _wrong(name, "be a mapping", value)
+    return made
+
+
+def _wrong(name: str, rule: str, value: Any) -> NoReturn:
+    raise ValueError(f"{name} must {rule}, got {shown(value)}")

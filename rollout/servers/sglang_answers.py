@@ -23,6 +23,7 @@ BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
+LEAST_LOGP = float(np.finfo(np.float32).min)  # training has log-probabilities in float32
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
@@ -58,7 +59,10 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
         labels=per_token(meta.get("weight_versions", ()), len(tokens)),
         finish=finish,
         text=_text(answer.get("text")),
-        info={key: value for key, value in meta.items() if key not in BULKY},
+        info={
+            **{key: value for key, value in meta.items() if key not in BULKY},
+            "cached_tokens": positive(meta, "cached_tokens"),
+        },
         routed=_routed(meta, experts_per_token, len(tokens)),
         inputs=[_scored(row, vocabulary) for row in meta.get("input_token_logprobs") or ()],
         input_top=[
@@ -86,8 +90,8 @@ def _id(token: Any, vocabulary: int) -> int:
 
 
 def logprob(value: Any) -> float:
-    """A log-probability in nats; raises ServerError unless it is a finite number, at most 0 up to rounding."""
-    if type(value) not in (int, float) or not -np.inf < value <= LARGEST_LOGP:
+    """A log-probability in nats; raises ServerError unless it is finite in float32, and at most 0 up to rounding."""
+    if type(value) not in (int, float) or not LEAST_LOGP <= value <= LARGEST_LOGP:
         raise ServerError(f"a log-probability must be a finite number of at most 0, got {value!r:.80}")
     return float(value)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -101,7 +102,8 @@ async def played(
             key = gateway.open(session)
             try:
                 async with asyncio.timeout(options.timeout_s):
-                    result = await run(dict(row), base_url=f"{gateway.url}/v1", api_key=key)
+                    own = copy.deepcopy(dict(row))  # the reward must not see what the agent writes into it
+                    result = await run(own, base_url=f"{gateway.url}/v1", api_key=key)
                 await settle(session, result, reward, row)
                 failures.clear()
             except Exception as error:  # an agent may raise anything, often because of the policy's output

@@ -22,6 +22,8 @@ import numpy as np
 
 from .. import object_path, rewards
 from ..chat import images
+from ..errors import WrongSample
+from ..processes.printable import shown
 from ..types import Completion, Generate, Sample, Sampling, Workflow
 from . import workflow_context as workflow_context
 
@@ -259,7 +261,10 @@ def samples(
 
     Raises:
       ValueError: an entry is missing, or its shape does not match input_ids; an answer is that of no request.
+      WrongSample: an entry has values of another kind, or tokens that are no ids.
     """
+    if not isinstance(result, Mapping):
+        raise ValueError(f"an episode's result must be a dict of arrays, got {type(result).__name__}")
     if "reward" in result and "rewards" not in result:
         result = {**result, "rewards": result["reward"]}
     if "output_ids" in result and not {"loss_mask", "logprobs", "versions"} & result.keys():
@@ -270,29 +275,55 @@ def samples(
             f"an episode's result must have {', '.join(needed)}, or input_ids, output_ids and rewards, but lacks "
             f"{', '.join(missing)}"
         )
-    ids_RT = np.atleast_2d(np.asarray(result["input_ids"]))
-    valid_RT = np.atleast_2d(np.asarray(result.get("attention_mask", np.ones_like(ids_RT))).astype(bool))
-    reward_R = np.asarray(result["rewards"], np.float64).reshape(-1)
-    arrays = {name: np.atleast_2d(np.asarray(result[name])) for name in ("loss_mask", "logprobs", "versions")}
-    for name, array in {**arrays, "attention_mask": valid_RT}.items():
+    try:
+        ids_RT = _numbers("input_ids", result["input_ids"], "iu")
+        arrays = {
+            name: _numbers(name, result.get(name, np.ones_like(ids_RT)), kinds)
+            for name, kinds in (
+                ("attention_mask", "biuf"), ("loss_mask", "biuf"), ("logprobs", "iuf"), ("versions", "iu"),
+            )
+        }  # fmt: skip
+        reward_R = [rewards.whole(value).value for value in np.asarray(result["rewards"]).reshape(-1).tolist()]
+    except ValueError as error:
+        raise WrongSample(f"an episode's result cannot be used: {error}; {object_path.row(row)}") from error
+    for name, array in arrays.items():
         if array.shape != ids_RT.shape or ids_RT.ndim != 2:
             raise ValueError(f"an episode's {name} must be [rows, T] as input_ids {ids_RT.shape}, got {array.shape}")
     if len(reward_R) != len(ids_RT):
         raise ValueError(f"an episode's rewards must be one per row, got {len(reward_R)} for {len(ids_RT)} rows")
     rows = []
-    for i, valid_T in enumerate(valid_RT):
+    for i, valid_T in enumerate(arrays["attention_mask"].astype(bool)):
         mask = arrays["loss_mask"][i][valid_T].astype(bool)
-        tokens = ids_RT[i][valid_T].astype(np.int32)
+        tokens = ids_RT[i][valid_T]
+        if not len(tokens):
+            raise WrongSample(f"an episode's row must have a token or more, got none; {object_path.row(row)}")
         rows.append(
             Sample(
                 tokens=tokens, mask=mask,
-                logp=np.where(mask, arrays["logprobs"][i][valid_T], 0).astype(np.float32),
-                version=np.where(mask, arrays["versions"][i][valid_T], -1).astype(np.int32),
+                logp=np.where(mask, arrays["logprobs"][i][valid_T], 0),
+                version=np.where(mask, arrays["versions"][i][valid_T], -1),
                 turn=np.zeros(len(tokens), np.int32), temperature=temperature,
-                rewards=((len(tokens) - 1, float(reward_R[i])),), info={"row": row},
+                rewards=((len(tokens) - 1, reward_R[i]),), info={"row": row},
             )
         )  # fmt: skip
     return rows
+
+
+def _numbers(name: str, value: Any, kinds: str) -> np.ndarray:
+    """An entry of a result as [rows, T], numbers of one of these kinds; whole ones, from -1 to 2^31, in int64."""
+    try:
+        array = np.atleast_2d(np.asarray(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be an array ({object_path.line(error)})") from error
+    what = "whole numbers" if kinds == "iu" else "numbers"
+    if array.dtype.kind not in kinds or (array.dtype.kind == "f" and "b" in kinds and np.isnan(array).any()):
+        raise ValueError(f"{name} must be {what}, got {array.dtype} {shown(array.reshape(-1)[:3].tolist())}")
+    if kinds == "iu":
+        low = 0 if name == "input_ids" else -1
+        if (bad := (array < low) | (array >= 2**31)).any():
+            raise ValueError(f"{name} must lie in [{low}, 2^31), got {array[bad][0]}")
+        array = array.astype(np.int64)
+    return array
 
 
 def _whole_rows(result: Mapping[str, Any], completions: Sequence[tuple[list[int], Completion]]) -> dict[str, Any]:
