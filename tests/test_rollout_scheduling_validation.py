@@ -74,8 +74,14 @@ def changed(**fields):
         ({"arrays": {"x": ("output", np.zeros(4))}}, r"arrays\['x'\] must be"),
         ({"arrays": {"x": ("input", np.zeros(3))}}, r"arrays\['x'\] must be"),
         ({"arrays": {"x": ("input", np.array(["a"] * 4))}}, r"arrays\['x'\] must be"),
-        ({"arrays": {"x": ("input", np.array([0, 0, 0, np.inf]))}}, r"arrays\['x'\] must be finite in 32 bits, or NaN, got inf"),
-        ({"arrays": {"x": ("target", np.array([0, 0, 0, np.nan]))}}, r"arrays\['x'\] must be numbers where they are learnt from, got nan"),
+        (
+            {"arrays": {"x": ("input", np.array([0, 0, 0, np.inf]))}},
+            r"\['x'\] must be finite in 32 bits, or NaN, got inf",
+        ),
+        (
+            {"arrays": {"x": ("target", np.array([0, 0, 0, np.nan]))}},
+            r"must be numbers where they are learnt from, got nan",
+        ),
         (
             {"arrays": {"routed_experts": ("input", np.full((4, 2, 2), 8))}},
             r"must lie in \[-1, the number of experts 8\), got 8",
