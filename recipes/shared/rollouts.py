@@ -91,14 +91,13 @@ async def opened(
 def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
     """Wraps an episode to leave out samples longer than a packed row, which are counted and logged.
 
-    The workflow raises ValueError after TOO_LONG consecutive samples that do not fit, and for samples at a temperature
-    other than `rollout.sampling.temperature`.
+    The workflow raises ValueError after TOO_LONG consecutive samples that do not fit, for samples at a temperature
+    other than `rollout.sampling.temperature`, and for what is no sample.
     """
     too_long: list[int] = []
 
     async def fits(generate, row):
-        samples = await episode(generate, row)
-        samples = samples if isinstance(samples, list) else [samples] if samples else []
+        samples = episodes.returned(await episode(generate, row), row)
         kept = [s for s in samples if len(s.tokens) <= length]
         for n in (len(s.tokens) for s in samples if len(s.tokens) > length):
             too_long.append(n)
@@ -115,7 +114,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
             if s.temperature != rollout.sampling.temperature:
                 raise ValueError(
                     f"--workflow {rollout.workflow}: must sample at --sampling.temperature "
-                    f"{rollout.sampling.temperature:g}, at which the trainer computes, got {s.temperature:g}"
+                    f"{rollout.sampling.temperature:g}, at which the trainer computes, got {s.temperature!s:.80}"
                 )
         return kept or None
 

@@ -170,14 +170,22 @@ async def _played(workflow, generate, row, check: Check) -> list[Sample]:
         raise ValueError(
             f"the workflow raised CancelledError, but nobody cancelled it; {object_path.row(row)}"
         ) from error
+    samples = returned(result, row)
+    for sample in samples:
+        if wrong := check(sample):
+            raise WrongSample(f"the workflow returned a sample that cannot be used: {wrong}; {object_path.row(row)}")
+    return samples
+
+
+def returned(result: Any, row: Mapping[str, Any]) -> list[Sample]:
+    """The samples that a workflow returned; raises ValueError if it returned something else."""
     samples = [] if result is None else result if isinstance(result, list) else [result]
     if not all(isinstance(sample, Sample) for sample in samples):
         raise ValueError(
             f"a workflow must return a Sample, a list of them or None, got {result!r:.80}; {object_path.row(row)}"
         )
-    for sample in samples:
-        if wrong := check(sample):
-            raise WrongSample(f"the workflow returned a sample that cannot be used: {wrong}; {object_path.row(row)}")
+    if len(samples) > ROWS:  # their ids would be those of the next episode
+        raise ValueError(f"a workflow must return at most {ROWS} samples, got {len(samples)}; {object_path.row(row)}")
     return samples
 
 

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ..types import LARGEST_LOGP, Finish, Sample
+from ..rewards.signatures import COMPONENTS, LARGEST, LONGEST_NAME
+from ..types import LARGEST_LOGP, Finish, Image, Sample
 
-LARGEST = float(np.finfo(np.float32).max)  # training has these numbers in float32
 LONGEST = 80  # characters of a wrong value in a message
 
 
@@ -29,6 +29,8 @@ def violation(sample: Sample, *, vocabulary: int | None = None, newest: int | No
 
 def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> Iterator[str]:
     n, mask = _array(sample.tokens).size, _array(sample.mask)
+    if not n:
+        yield _wrong("tokens", "have at least one; return None to leave an episode out", sample.tokens)
     if mask.shape != (n,) or mask.dtype != bool:
         yield _wrong("mask", f"be bool[{n}]", sample.mask)
     for name, kinds in (("tokens", "iu"), ("version", "iu"), ("turn", "iu"), ("logp", "fiu")):
@@ -36,6 +38,7 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
         if values.shape != (n,) or values.dtype.kind not in kinds:
             yield _wrong(name, f"have {n} {'whole numbers' if kinds == 'iu' else 'numbers'}", getattr(sample, name))
     yield from _outside("tokens", sample.tokens, 0, vocabulary or 2**31, "vocabulary size ")
+    yield from _outside("turn", sample.turn, 0, 2**31)
     if newest is not None:
         yield from _outside("version", sample.version, -1, newest + 1, "the newest version + 1 = ")
     logp = _array(sample.logp)[mask]
@@ -59,9 +62,15 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
             yield _wrong("rewards", f"have indices in [0, {n})", pair)
         if not _number(pair[1]) or math.isinf(pair[1]):
             yield _wrong("rewards", "be finite, or NaN", pair[1])
+    if not math.isnan(sample.reward) and not _number(sample.reward):
+        yield _wrong("rewards", "have a sum that is finite in float32", sample.reward)
+    if len(sample.components) > COMPONENTS:
+        yield _wrong("components", f"be at most {COMPONENTS}", len(sample.components))
     for name, value in sample.components.items():
         if not (isinstance(name, str) and _number(value)) or math.isinf(value):
             yield _wrong("components", "be finite numbers, or NaN, by name", {name: value})
+        if len(name) > LONGEST_NAME:
+            yield _wrong("components", f"have names of at most {LONGEST_NAME} characters", name)
     if not (isinstance(sample.finish, str) and sample.finish in get_args(Finish)):
         yield _wrong("finish", f"be one of {', '.join(get_args(Finish))}", sample.finish)
     for name in ("group", "prompt", "sample", "rollout", "pair"):
@@ -72,6 +81,13 @@ def _violations(sample: Sample, vocabulary: int | None, newest: int | None) -> I
         good = kind in ("input", "target") and isinstance(values, np.ndarray) and values.dtype.kind in "fiub"
         if not (good and values.shape[:1] == (n,)):
             yield _wrong(f"arrays[{name!r}]", f'be ("input" or "target", an array of numbers [{n}, ...])', entry)
+        if values.dtype.kind in "iu":
+            yield from _outside(f"arrays[{name!r}]", values, -(2**31), 2**31)
+    for image in sample.images:
+        if not isinstance(image, Image):
+            yield _wrong("images", "be of the type Image (`areax.adapters.data.images.read` makes one)", image)
+    if not _number(sample.info.get("episode_reward", 0.0)):
+        yield _wrong("info['episode_reward']", "be a number", sample.info["episode_reward"])
 
 
 def _array(values: Any) -> np.ndarray:
@@ -81,7 +97,7 @@ def _array(values: Any) -> np.ndarray:
         return np.array(None)
 
 
-def _outside(name: str, values: Any, low: int, high: int, what: str) -> Iterator[str]:
+def _outside(name: str, values: Any, low: int, high: int, what: str = "") -> Iterator[str]:
     values = _array(values)
     if (bad := (values < low) | (values >= high)).any():
         yield _wrong(name, f"lie in [{low}, {what}{high})", values[bad][0])
