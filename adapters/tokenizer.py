@@ -34,6 +34,7 @@ IMPORTING = threading.Lock()
 LARGEST = 2**28  # bytes of a file
 TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_TEXT = 20.0, 2**30, 1_000_000  # for a chat template and a message of one word
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+OBJECTS = "config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"
 READ = (  # what tokenizers read of a folder
     *FILES, "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "spiece.model", "sentencepiece.bpe.model",
@@ -61,7 +62,7 @@ def load(path: str | Path) -> Any:
                     f"{file}: a tokenizer's files must be regular files of at most {LARGEST >> 20} MiB; remove it, or "
                     "copy it again from its source"
                 )
-        for file in (*folder.glob("tokenizer*.json"), *folder.glob("config.json")):
+        for file in filter(Path.is_file, (*folder.glob("tokenizer*.json"), *(folder / name for name in OBJECTS))):
             try:
                 if not isinstance(json.loads(file.read_bytes()), dict):
                     raise ValueError("no JSON object")

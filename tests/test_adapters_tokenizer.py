@@ -181,6 +181,16 @@ def test_a_damaged_tokenizer_is_refused(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "vocab.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", "{"])
+def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path, name, text):
+    tokenizers.save(SUMS, tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{name}: damaged or half-written") as error:
+        tokenizers.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_importing_the_module_does_not_load_transformers():
     program = (
         "import sys, areax.adapters.tokenizer, areax.adapters.data.datasets\n"

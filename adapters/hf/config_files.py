@@ -20,10 +20,16 @@ from .. import tokenizer as tokenizers
 from ..runtime import passed
 from .matching import FLOATS, SCALAR, matched
 
+LARGEST = 2**28  # bytes of a JSON file
+
 
 def read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_bytes())
+        with open(path, "rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise ValueError(f"more than {LARGEST >> 20} MiB")
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
