@@ -32,7 +32,11 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
 )
 IMPORTING = threading.Lock()
 LARGEST = 2**28  # bytes of a file
-TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_TEXT = 20.0, 2**30, 1_000_000  # for a chat template and a message of one word
+TEMPLATE_S, TEMPLATE_BYTES, TEMPLATE_TEXT = 20.0, 2**30, 1_000_000  # for a chat template and TALKS
+TALKS = [
+    [{"role": role, "content": "Hello"} for role in roles]
+    for roles in (("user",), ("user", "assistant", "user"), ("system", "user"))
+]
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 OBJECTS = "config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"
 READ = (  # what tokenizers read of a folder
@@ -90,12 +94,12 @@ def _check_template(tokens: Any, path: str) -> None:
     such as a power, is not noticed."""
     if not tokens.chat_template:
         return
-    talk = [{"role": "user", "content": "Hello"}]
-    rendered: list[str] = []
+    rendered = [""]
 
     def render() -> None:
-        with contextlib.suppress(Exception):  # of the template, which may ask for more than this
-            rendered.append(tokens.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        for talk in TALKS:
+            with contextlib.suppress(Exception):  # of the template, which may ask for more than this
+                rendered.append(tokens.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
 
     at_first, thread = resident(), threading.Thread(target=render, daemon=True)
     thread.start()
@@ -104,13 +108,13 @@ def _check_template(tokens: Any, path: str) -> None:
         thread.join(0.05)
         if time.monotonic() > until or resident() - at_first > TEMPLATE_BYTES:
             raise ValueError(
-                f"{path}: its chat template must render a message of one word within {TEMPLATE_S:g} s and "
+                f"{path}: its chat template must render messages of one word within {TEMPLATE_S:g} s and "
                 f"{TEMPLATE_BYTES >> 20} MiB, and does not; use a checkpoint that you trust"
             )
-    if rendered and len(rendered[0]) > TEMPLATE_TEXT:
+    if (most := max(map(len, rendered))) > TEMPLATE_TEXT:
         raise ValueError(
-            f"{path}: its chat template must make at most {TEMPLATE_TEXT:,} characters of a message of one word, got "
-            f"{len(rendered[0]):,}; use a checkpoint that you trust"
+            f"{path}: its chat template must make at most {TEMPLATE_TEXT:,} characters of messages of one word, got "
+            f"{most:,}; use a checkpoint that you trust"
         )
 
 

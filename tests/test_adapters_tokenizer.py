@@ -254,10 +254,14 @@ def test_a_tokenizer_json_of_another_form_is_refused(said, tmp_path):
         tokenizers.load(tmp_path)
 
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "program, words",
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "within 1 s and 1024 MiB"),
+        (LOOP, "within 1 s and 1024 MiB"),
+        (f"{{% for m in messages if m.role == 'assistant' %}}{LOOP}{{% endfor %}}", "within 1 s and 1024 MiB"),
         (
             "{% set x = 'a' * 2000 %}{% for i in range(9999) %}{{ x }}{% endfor %}",
             "at most 1,000,000",
