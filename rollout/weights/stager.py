@@ -239,10 +239,11 @@ class _Fetch:
         async def once() -> dict[str, Any]:
             timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
             async with self.http.get(self.url, params=versions, timeout=timeout, allow_redirects=False) as reply:
-                try:
-                    return json.loads(await _agreed(self.url, reply))
-                except (json.JSONDecodeError, RecursionError) as error:
-                    raise RuntimeError(f"{self.url}: not the answer of a file server ({error})") from error
+                text = await _agreed(self.url, reply)
+            try:
+                return json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise RuntimeError(f"{self.url}: not the answer of a file server ({error})") from error
 
         return await _persistently(self.url, once)
 
@@ -281,9 +282,9 @@ class _Fetch:
 
 
 async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
-    """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for other errors."""
+    """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for errors that may pass."""
     text = (await http_answers.read_body(reply, url, LISTING)).decode(errors="replace")
-    if 400 <= reply.status < 500:
+    if 400 <= reply.status < 500 and reply.status not in http_answers.LATER:
         raise ValueError(f"{url}: HTTP {reply.status}: {_error(text)}")
     if reply.status != 200:
         raise aiohttp.ClientPayloadError(f"HTTP {reply.status}: {_error(text)}")
