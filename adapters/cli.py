@@ -556,7 +556,11 @@ def _recipe_of(name: str, arguments: list[str]) -> str:
 def _one_line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return printable(f"{error.filename}: {error.strerror}")
-    return printable(" ".join(str(error).split()))
+    text = printable(" ".join(str(error).split()))
+    if len(text) > log_lines.LONGEST:  # what to do stands at its end
+        half = log_lines.LONGEST // 2
+        text = f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+    return text
 
 
 def _short(summary: dict) -> dict:

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..rollout.chat import demonstration, template
 from ..rollout.chat.template import encode as encode
-from . import template_trial
-from .runtime import hub
+from .runtime import hub, template_trial
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 EXTRA = "<|extra_"
@@ -31,6 +30,7 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
 IMPORTING = threading.Lock()
 LARGEST = 2**28  # bytes of a file
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+OBJECTS = "config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"
 READ = (  # what tokenizers read of a folder
     *FILES, "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "spiece.model", "sentencepiece.bpe.model",
@@ -58,7 +58,7 @@ def load(path: str | Path) -> Any:
                     f"{file}: a tokenizer's files must be regular files of at most {LARGEST >> 20} MiB; remove it, or "
                     "copy it again from its source"
                 )
-        for file in (*folder.glob("tokenizer*.json"), *folder.glob("config.json")):
+        for file in filter(Path.is_file, (*folder.glob("tokenizer*.json"), *(folder / name for name in OBJECTS))):
             try:
                 if not isinstance(json.loads(file.read_bytes()), dict):
                     raise ValueError("no JSON object")

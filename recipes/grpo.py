@@ -6,7 +6,6 @@ more than eta versions old when it is trained on. Running it again with the same
 From top to bottom: `Config`, the options in groups; `main`, what runs on the devices; `train`, the loop.
 """
 
-import asyncio
 import contextlib
 import functools
 import time
@@ -151,7 +150,7 @@ def main(config: Config, rows: Any = None) -> dict:
                 return {}
             with lockstep.leader(work) as run_on_all:
                 reads = processor if trainer.reading else None
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, reads, run, data, cursor, stop, known))
+                summary = ending.run(train(config, trainer, run_on_all, tokens, reads, run, data, cursor, stop, known))
                 summary["seconds"] = time.monotonic() - began
                 store.wait()  # a summary must not say complete if the state does not fit on the disk
                 ending.finish(config.out, summary)

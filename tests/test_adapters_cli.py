@@ -195,6 +195,16 @@ def test_a_recipe_file_must_exist_and_define_config(capsys, tmp_path):
     assert "missing.py" in bad(capsys, "train", tmp_path / "missing.py")
 
 
+def test_an_error_of_any_length_is_a_short_line_with_its_end(capsys, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    x: int = 0\n"
+        "def main(config):\n    raise ValueError('must be short, got ' + '\\x1b[2J' * 10**6 + '; shorten it')\n"
+    )
+    err = bad(capsys, "train", tmp_path / "own.py")
+    assert err.startswith("must be short, got \\x1b[2J") and err.endswith("; shorten it\n")
+    assert len(err) < 2100 and " ... (7,000,031 characters) ... " in err
+
+
 def test_an_algorithm_name_runs_grpo_with_its_objective(capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(grpo, "main", lambda config: seen.append(config.training.objective))

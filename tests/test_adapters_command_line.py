@@ -112,6 +112,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(  # 10^9 values in
         (f"colocated: '{'long' * 10**6}'", "colocated must be true or false, got 'longlong"),
         ("[" * 100_000, "must be YAML or JSON, got: "),
         ("a: \x00", "must be YAML or JSON, got: "),
+        ("#" * (2**24 + 1), "must have at most 16,777,216 characters"),
         ("model:", "model must be text, got None; write it in quotes"),
         ("out: no", "out must be text, got False; write it in quotes"),
         ("out: 010", "out must be text, got 8; write it in quotes"),

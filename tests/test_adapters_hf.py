@@ -75,6 +75,9 @@ def test_unusable_paths_are_refused(saved, tmp_path):
     refused(tmp_path, "got adapters; merge them: areax convert")
     (saved / "config.json").write_text('{"model_type": "qwen3",')
     refused(saved, "config.json: damaged or half-written JSON")
+    with open(saved / "config.json", "wb") as file:
+        file.truncate(2**40)
+    refused(saved, "config.json: damaged or half-written JSON (more than 256 MiB)")
     (saved / "config.json").write_text("[]")
     refused(saved, "config.json: must hold a JSON object, got list")
     (saved / "config.json").write_text('{"model_type": "mamba"}')

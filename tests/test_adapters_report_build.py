@@ -192,20 +192,23 @@ def test_a_sample_shows_every_token_with_logp_version_and_gap(text):
 
 
 def test_a_sample_of_any_size_is_cut(tmp_path):
-    huge = {"kind": "grpo", "step": 1, "prompt": "p" * 10**6, "text": "t" * 10**6, "reward": 1.0, "finish": "stop"}
+    huge = {"kind": "grpo", "step": 1, "prompt": "p" * 10**6, "text": "t" * 10**6, "reward": 1.0}
+    huge["finish"] = "f" * 10**6
     lines = [huge | {"tokens": ["x" * 10**5] + ["y"] * 50_000, "logp": [-1.0] * 50_001}, huge]
     (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     made = samples.samples(tmp_path / "samples.jsonl")
-    assert len(made) < 3_000_000 and made.count("<i ") == samples.LONGEST and "(1,000,000 characters)" in made
+    assert len(made) < 3_000_000 and made.count("<i ") == samples.LONGEST and made.count("(1,000,000 characters)") == 5
+    assert "f" * 201 not in made
 
 
 def test_odd_samples_are_shown(tmp_path):
     odd = {"kind": "grpo", "step": 1, "prompt": "\ud800", "text": 5, "reward": "x", "version": "one", "finish": None}
     odd |= {"tokens": ["\udfff", None, 7], "logp": ["a", None, -1.0], "version_of_token": ["v", None, 3]}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(odd) + "\n")
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "grpo", "step": 1, "reward": 0.5}\n')
+    beyond = odd | {"reward": 10**400, "version_of_token": [10**400, None, 3]}
+    (tmp_path / "samples.jsonl").write_text(f"{json.dumps(odd)}\n{json.dumps(beyond)}\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "grpo", "step": 1, "reward": 0.5, "loss": 10**400}))
     page = build.report(tmp_path).read_text(encoding="utf-8")
-    assert page.count("<i ") == 3 and "version 3" in page
+    assert page.count("<i ") == 6 and "version 3" in page
 
 
 def test_a_large_run_is_thinned_to_whole_steps_including_the_last(tmp_path, monkeypatch):
@@ -314,6 +317,7 @@ def test_bad_input_gives_a_one_line_error(tmp_path, case):
     ("file", "line", "said"),
     [
         ("metrics.jsonl", {"kind": "sft", "step": "x"}, "step must be a number, got 'x'"),
+        ("metrics.jsonl", {"kind": "sft", "step": 10**400}, f"step must be a number, got 1{'0' * 79}"),
         ("metrics.jsonl", {"kind": "sft", "step": 1, "seconds": "long"}, "seconds must be a number, got 'long'"),
         ("metrics.jsonl", {"kind": "sft", "step": 1, "nonfinite": 3}, "nonfinite must be an object, got 3"),
         ("metrics.jsonl", {"kind": ["sft"], "step": None}, "step must be a number, got None"),

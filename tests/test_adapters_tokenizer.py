@@ -181,6 +181,16 @@ def test_a_damaged_tokenizer_is_refused(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "vocab.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", "{"])
+def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path, name, text):
+    tokenizers.save(SUMS, tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{name}: damaged or half-written") as error:
+        tokenizers.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_importing_the_module_does_not_load_transformers():
     program = (
         "import sys, areax.adapters.tokenizer, areax.adapters.data.datasets\n"
@@ -244,10 +254,14 @@ def test_a_tokenizer_json_of_another_form_is_refused(said, tmp_path):
         tokenizers.load(tmp_path)
 
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "program, words",
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "within 1 s and 1024 MiB"),
+        (LOOP, "within 1 s and 1024 MiB"),
+        (f"{{% for m in messages if m.role == 'assistant' %}}{LOOP}{{% endfor %}}", "within 1 s and 1024 MiB"),
         ("{{ 7 ** (7 ** 9) }}", "within 1 s"),  # in one operation, while it is compiled
         ("{{ messages|length ** (9 ** (9 ** messages|length)) }}", "within 1 s"),
         ("{{ 'a' * 3000000000 }}", "1024 MiB"),

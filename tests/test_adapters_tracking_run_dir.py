@@ -150,6 +150,9 @@ def test_a_crash_at_any_byte_loses_at_most_the_last_line(written, tmp_path_facto
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n' + '{"a":' * 100_000 + '\n{"step": 1}\n')
+    with pytest.raises(ValueError, match=r'metrics.jsonl:2: every line must be one JSON object, got .{"a":'):
+        list(run_dir.read_lines(path))
     path.write_text('{"step": 0}\n[1, 2]\n{"step": 1}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2: every line must be one JSON object, got '\[1, 2\]'"):
         list(run_dir.read_lines(path))

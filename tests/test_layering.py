@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "rollout/servers": BASE,
     "rollout/rewards": BASE | {"rollout.sandbox"},
     "rollout/tasks": BASE | {"rollout.rewards"},
-    "rollout/scheduling": BASE,
+    "rollout/scheduling": BASE | {"rollout.rewards.signatures"},
     "rollout/chat": CHAT,
     "rollout/weights": SERVERS,
     "rollout/fleet": FLEET,

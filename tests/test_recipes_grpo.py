@@ -668,6 +668,9 @@ def test_too_long_rows_are_left_out_and_temperatures_are_compared(caplog):
     assert [len(s.tokens) for s in played([row(3), row(8), row(7)])] == [4, 8]
     assert "a row of 9 tokens is left out: longer than --length; row id 7" in caplog.text
     assert played([row(9)]) is None and played(None) is None and len(played(row(2))) == 1
+    for other in (7, 0, (row(2),), [None], {}):
+        with pytest.raises(ValueError, match="must return a Sample, a list of them or None, got .*; row id 7"):
+            played(other)
     seen: list[dict] = []
     with events.watching(seen.append):
         played([row(9), row(2), row(10)])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 
 import pytest
 
@@ -65,3 +66,17 @@ def test_a_run_ends_with_its_summary_and_report(tmp_path):
     said = json.loads((tmp_path / "summary.json").read_text())
     assert said == {"steps": 1, "complete": False, "report": str(tmp_path / "report.html")}
     assert "1 step of sft" in (tmp_path / "report.html").read_text() and not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_a_task_that_exits_does_not_end_the_process_in_silence(status):
+    async def leaves():
+        sys.exit(status)
+
+    async def main():
+        task = asyncio.ensure_future(leaves())
+        await asyncio.sleep(60)
+        await task
+
+    with pytest.raises(ValueError, match=f"^a task that the workflow started .*: SystemExit: {status} .*ending.py:"):
+        ending.run(main())

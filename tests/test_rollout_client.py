@@ -5,6 +5,8 @@ import base64
 import contextlib
 import datetime
 import email.utils
+import gzip
+import itertools
 import json
 import math
 import re
@@ -186,6 +188,43 @@ def test_bytes_of_any_kind_are_an_error_of_the_server(body, message, stream):
             said = str(error.value)
             assert said.startswith(f"{a.url}/generate: ") and len(said) < 600 and said.isprintable()
             assert stream or re.search(message, said), said
+
+    run(main)
+
+
+@pytest.mark.parametrize("coding", ["identity", "gzip"])
+def test_an_answer_has_bytes_for_the_tokens_that_were_asked_for(coding):
+    data = gzip.compress(b" " * 2**24) if coding == "gzip" else b" " * 2**24
+
+    async def handler(request, _):
+        return aiohttp.web.Response(body=data, headers={"Content-Encoding": coding})
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [handler, handler]
+            with pytest.raises(RuntimeError, match="/generate: the answer has more than 10[0-9]{5} bytes"):
+                await fleet.generate([1], max_new_tokens=4)
+            with pytest.raises(RuntimeError, match="/generate: the answer has more than 10[0-9]{5} bytes"):
+                await fleet.read([1, 2, 3])
+
+    run(main)
+
+
+@pytest.mark.parametrize("counts", [[0], [2], [2, 1], [2, 3, 4, 5]])
+def test_a_stream_without_new_tokens_makes_no_progress(counts):
+    async def handler(request, _):
+        stream = aiohttp.web.StreamResponse()
+        await stream.prepare(request)
+        for n in itertools.cycle(counts):
+            await stream.write(b"data: " + json.dumps(reply([1] * n, [-1.0] * n, [V0] * n, None)).encode() + b"\n\n")
+            await asyncio.sleep(0.02)
+
+    async def main():
+        async with serving() as a, client.connect([a.url], timeout_s=0.5) as fleet:
+            a.script = [handler]
+            words = "at most 4 tokens were asked for, got 5" if 5 in counts else "generate: not done in 0.5 s"
+            with pytest.raises(RuntimeError, match=words):
+                await fleet.generate([1], max_new_tokens=4, on_tokens=lambda _: None)
 
     run(main)
 

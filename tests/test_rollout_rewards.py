@@ -70,6 +70,13 @@ def act(text, row):
                 os.write(number, len(answer).to_bytes(4, "little") + answer)
             except OSError:
                 pass
+    if text == "empty":  # frames without an answer, for ever
+        while True:
+            for number in range(3, 64):
+                try:
+                    os.write(number, bytes([28, 0, 0, 0]) + b'{"memory": 1, "answers": []}')
+                except OSError:
+                    pass
     if text == "daemon":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         return child.pid
@@ -246,7 +253,7 @@ def test_a_hanging_reward_is_killed_with_its_children_and_only_its_sample_is_los
             raise AssertionError(f"process {pid} survived")
 
 
-@pytest.mark.parametrize("text", ["fork", "garble", "forge", "infinite"])
+@pytest.mark.parametrize("text", ["fork", "garble", "forge", "infinite", "empty"])
 def test_a_reward_that_breaks_its_worker_costs_at_most_its_sample(file, text):
     out, counts = ask(f"{file}:act", [*["ok"] * 8, text, *["ok"] * 8], workers=1, timeout_s=2.0, retries=0)
     assert [x.value for i, x in enumerate(out) if i != 8] == [1.0] * 16

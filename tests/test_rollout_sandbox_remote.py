@@ -172,7 +172,7 @@ def test_an_unreachable_server_is_an_error():
 @pytest.mark.parametrize(
     "body, why",
     [
-        (b"[]", "no answer from http.*: TypeError"),
+        (b"[]", r"no answer from http.* \(HTTP 200\): TypeError"),
         (
             b'{"stdout": "", "stderr": "", "code": "0", "why": "", "seconds": 1}',
             "no answer from http.*: TypeError: not the",

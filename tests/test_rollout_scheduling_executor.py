@@ -535,6 +535,15 @@ def test_a_workflow_must_return_samples():
         one_batch(workflow)
 
 
+def test_an_episode_has_no_more_samples_than_there_are_ids(monkeypatch):
+    async def workflow(generate, row):
+        return [await plain(generate, row)] * 3
+
+    monkeypatch.setattr(episodes, "ROWS", 2)
+    with pytest.raises(ValueError, match="a workflow must return at most 2 samples, got 3; row id 0"):
+        one_batch(workflow)
+
+
 def test_rejected_episodes_leave_their_group_and_empty_groups_are_replaced():
     calls = Counter()
 

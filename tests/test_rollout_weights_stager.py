@@ -307,6 +307,31 @@ def test_answers_of_the_file_server_are_verified(place, weights):
     run(main)
 
 
+def test_a_file_server_that_is_busy_is_asked_again_and_junk_names_it(place, monkeypatch):
+    monkeypatch.setattr(stager, "PAUSE_S", 0.01)
+    said = [(429, b"busy"), (503, b"busy"), (200, b'{"files": ' + b"9" * 5000 + b"}")]
+
+    async def answer(request):
+        status, body = said.pop(0)
+        return aiohttp.web.Response(status=status, body=body)
+
+    async def main():
+        app = aiohttp.web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            with pytest.raises(RuntimeError, match=f"^{url}/1-00000000: not the answer of a file server .Exceeds the"):
+                await stager.fetch_version(place / "server", "1-00000000", url, "k")
+        finally:
+            await runner.cleanup()
+
+    run(main)
+    assert not said
+
+
 @contextlib.contextmanager
 def process(root, key=KEY, port=0):
     command = [sys.executable, "-m", "areax.rollout.weights.stager", "--root", str(root), "--port", str(port)]

@@ -17,7 +17,7 @@ import yaml
 from . import help, other_names
 from .options import JSON, dataclasses_of, default_of, groups
 
-MOST = 100_000  # values of a file
+MOST, LARGEST = 100_000, 2**24  # values and characters of a file
 
 
 def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], dict[str, Any]]:
@@ -39,7 +39,9 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
       ValueError: it is neither YAML nor JSON, not a mapping, or names an option that does not exist, or one twice.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            if len(text := file.read(LARGEST + 1)) > LARGEST:
+                raise _Wrong(f"must have at most {LARGEST:,} characters")
         is_json = str(path).endswith(".json")
         values = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, _Loader)
     except _Wrong as error:

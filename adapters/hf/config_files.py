@@ -20,9 +20,13 @@ from .. import tokenizer as tokenizers
 from ..runtime import passed
 from .matching import FLOATS, SCALAR, matched
 
+LARGEST = 2**28  # bytes of a JSON file
+
 
 def read_json(path: Path) -> dict:
     try:
+        if (path.exists() and not path.is_file()) or path.stat().st_size > LARGEST:
+            raise ValueError(f"no file of at most {LARGEST >> 20} MiB")
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error

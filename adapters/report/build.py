@@ -66,7 +66,7 @@ def _object(path: pathlib.Path) -> dict:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: must be a JSON object, got a parse error ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must be a JSON object, got {type(value).__name__}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 
 from ..tracking import run_dir as tracker
 
+LARGEST = sys.float_info.max
 Rows = Sequence[dict]
 Types = dict[str, tuple[type, ...]]
 FIELDS: Types = {"step": (int, float), "kind": (str,), "seconds": (int, float), "nonfinite": (dict,)}
@@ -20,7 +23,7 @@ def lines(path: pathlib.Path, fields: Types = FIELDS) -> Iterator[dict]:
     """
     for number, line in enumerate(tracker.read_lines(path) if path.exists() else (), 1):
         for name, types in fields.items():
-            if name in line and not isinstance(line[name], types):
+            if name in line and not (isinstance(line[name], types) and (int not in types or is_number(line[name]))):
                 rule = f"{name} must be {TYPES[types[0]]}, got {line[name]!r:.80}"
                 raise ValueError(f"{path}:{number}: {rule}; remove the line")
         yield line
@@ -41,12 +44,13 @@ def names(rows: Rows) -> list[str]:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, int | float)
+    """Whether a value is a number, and no integer beyond all floats."""
+    return isinstance(value, int | float) and not LARGEST < abs(value) < math.inf
 
 
 def points(rows: Rows, name: str) -> list[tuple[float, float | None]]:
     """(step, value) of the rows that have the metric; value None if it was not finite."""
-    return [(r["step"], r[name]) for r in rows if name in r]
+    return [(r["step"], r[name] if is_number(r[name]) else None) for r in rows if name in r]
 
 
 def values(rows: Rows, name: str) -> list[float]:

@@ -82,7 +82,8 @@ def _cut(line: dict) -> dict:
     """A line with as much of its tokens and texts as is shown."""
     shorten = lambda text, most: text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     tokens = [shorten(str(token), LONGEST_TOKEN) for token in line.get("tokens", ())[:LONGEST]]
-    texts = {name: shorten(str(line[name]), LONGEST_TEXT) for name in ("prompt", "text") if name in line}
+    most = {"prompt": LONGEST_TEXT, "text": LONGEST_TEXT, "finish": LONGEST_TOKEN}
+    texts = {name: shorten(str(line[name]), most[name]) for name in most if name in line}
     known = lambda name: [x if rows.is_number(x) else None for x in (line.get(name) or ())[:LONGEST]]
     numbers = {name: known(name) for name in ("logp", "version_of_token", "trainer_logp")}
     return {**line, "tokens": tokens, **texts, **numbers}

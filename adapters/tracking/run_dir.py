@@ -121,7 +121,7 @@ def parse(line: bytes, path, number: int) -> dict:
     """Parses a line as a JSON object; raises ValueError with its number if it is not one."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         shown = line[:60].decode("utf-8", "replace").strip()

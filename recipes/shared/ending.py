@@ -13,6 +13,7 @@ from typing import Any
 from areax.adapters.report import build
 from areax.adapters.tracking import run_dir
 from areax.recipes.shared import notebook
+from areax.rollout import object_path
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,14 @@ def stop_signal() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """`asyncio.run`; raises ValueError if a task of a user's code exits, which would end the process in silence."""
+    try:
+        return asyncio.run(coroutine)
+    except SystemExit as error:
+        raise ValueError(f"a task that the workflow started ended the process: {object_path.line(error)}") from error
 
 
 async def interruptible(coroutine: Coroutine[Any, Any, Any], stop: Stop) -> Any:

@@ -114,7 +114,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
             if s.temperature != rollout.sampling.temperature:
                 raise ValueError(
                     f"--workflow {rollout.workflow}: must sample at --sampling.temperature "
-                    f"{rollout.sampling.temperature:g}, at which the trainer computes, got {s.temperature:g}"
+                    f"{rollout.sampling.temperature:g}, at which the trainer computes, got {s.temperature!s:.80}"
                 )
         return kept or None
 

@@ -173,6 +173,8 @@ class Worker:
             if not {outcome for _, outcome, _ in told} <= {"scored", "raised", "late"}:
                 raise ValueError(f"outcomes of {told}")
             calls, waiting = [self.running[id] for id, _, _ in told], [self.running[id] for id in frame["waiting"]]
+            if not calls and not waiting:  # it would renew the time of the running call
+                raise ValueError("no answers")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Garbled(f"an answer to no call, or of another form ({type(error).__name__}: {error!s:.80})") from None
         for call in waiting:

@@ -68,20 +68,22 @@ class Remote:
         """
         import aiohttp
 
-        seconds = Limits(**limits).timeout_s + WAIT_S
+        seconds, status = Limits(**limits).timeout_s + WAIT_S, 0
         body = {"code": code, "stdin": stdin, "limits": limits}
         try:
             async with self.session.post(
                 f"{self.url}/run", json=body, timeout=aiohttp.ClientTimeout(seconds), allow_redirects=False
             ) as answer:
+                status = answer.status
                 data = await http_answers.read_body(answer, f"sandbox: {self.url}", LARGEST)
-            status, content = answer.status, json.loads(data)
+            content = json.loads(data)
             if status == 200:
                 return _result(content)
             error = content["error"]["message"]
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, RecursionError) as failed:
             why = f"{type(failed).__name__}: {failed!s:.200}"
-            raise ServerError(f"sandbox: no answer from {self.url}: {why}") from failed
+            said = f" (HTTP {status})" if status else ""
+            raise ServerError(f"sandbox: no answer from {self.url}{said}: {why}") from failed
         if status == 400:
             raise ValueError(f"{error!s:.500} (from {self.url})")
         raise ServerError(f"sandbox: {self.url} answered {status}: {error!s:.500}")

@@ -186,6 +186,8 @@ def returned(result: Any, row: Mapping[str, Any], check: Check = checked) -> lis
         raise ValueError(
             f"a workflow must return a Sample, a list of them or None, got {shown(other)}; {object_path.row(row)}"
         )
+    if len(samples) > ROWS:  # their ids would be those of the next episode
+        raise ValueError(f"a workflow must return at most {ROWS} samples, got {len(samples)}; {object_path.row(row)}")
     try:
         return [check(sample) for sample in samples]
     except ValueError as error:

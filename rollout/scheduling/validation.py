@@ -12,9 +12,9 @@ from typing import Any, NoReturn, get_args
 import numpy as np
 
 from ..processes.printable import shown
+from ..rewards.signatures import COMPONENTS, LARGEST, LONGEST_NAME
 from ..types import LARGEST_LOGP, Finish, Image, Sample
 
-LARGEST = float(np.finfo(np.float32).max)  # training has these numbers in float32
 IDS = "group", "prompt", "sample", "rollout", "pair"
 
 
@@ -133,11 +133,15 @@ def _rewards(value: Any, n: int) -> tuple[tuple[int, float], ...]:
 
 
 def _components(value: Any) -> dict[str, float]:
-    made = {}
-    for name, part in _entries("components", value).items():
+    made, given = {}, _entries("components", value)
+    if len(given) > COMPONENTS:
+        _wrong("components", f"be at most {COMPONENTS}", len(given))
+    for name, part in given.items():
         number = _number(part) if isinstance(name, str) and _read(str.encode, name) is not None else None
         if number is None or math.isinf(number):
             _wrong("components", "be finite numbers, or NaN, by name", {name: part})
+        if len(name) > LONGEST_NAME:
+            _wrong("components", f"have names of at most {LONGEST_NAME} characters", name)
         made[str(name)] = number
     return made
 

@@ -21,8 +21,7 @@ from ..processes.printable import printable
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
 LARGEST_ERROR = 2**20  # bytes of an answer with an error
-LARGEST_EVENT = 2**26  # bytes of an event of a stream
-LARGEST = 2**30  # bytes of an answer, the experts of many tokens included
+LARGEST = 2**26  # bytes of an answer, if the call says nothing else
 
 
 class Unreached(ServerError):
@@ -73,6 +72,7 @@ class Endpoint:
         reach_s: float | None = None,
         must_succeed: bool = False,
         on_event: Callable[[dict], None] | None = None,
+        most: int = LARGEST,
     ) -> dict:
         """Makes one call; with `timeout_s` it is retried for that long while it cannot be delivered.
 
@@ -81,6 +81,7 @@ class Endpoint:
         Args:
           must_succeed: for routes that answer failures with 200, too: the answer must have `success` true.
           on_event: streams the answer: each event is passed to this function, the last one is returned.
+          most: bytes of the answer, or of each event.
 
         Raises:
           ValueError: a 4xx answer, with the server's message.
@@ -101,7 +102,7 @@ class Endpoint:
                             ) as reply:
                                 if reply.status == 401 and self.key_variable:
                                     raise ValueError(self._key_refused(where))
-                                answer = await _answer(where, reply, on_event)
+                                answer = await _answer(where, reply, on_event, most)
                         break
                     except (Unreached, Broken) as error:
                         if timeout_s is None or (isinstance(error, Broken) and method != "GET"):
@@ -139,12 +140,14 @@ def _connection_errors(where: str) -> Iterator[None]:
         raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
 
 
-async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None] | None) -> dict:
+async def _answer(
+    where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None] | None, most: int
+) -> dict:
     """Parses a response to an object; raises as `Endpoint.call`."""
     status = reply.status
     if on_event and status == 200:
-        return await _last_event(where, reply, on_event)
-    data = await read_body(reply, where, LARGEST if status == 200 else LARGEST_ERROR)
+        return await _last_event(where, reply, on_event, most)
+    data = await read_body(reply, where, most if status == 200 else LARGEST_ERROR)
     shown = _shown(data)
     if status in LATER:
         busy = Busy(f"{where}: HTTP {status}: {shown}")
@@ -172,13 +175,13 @@ async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[
     return answer
 
 
-async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None]) -> dict:
+async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None], most: int) -> dict:
     """The last of the server-sent events, each of which repeats everything generated so far."""
     last, rest = None, bytearray()
     async for piece in reply.content.iter_any():
         rest += piece
-        if len(rest) > LARGEST_EVENT:
-            raise ServerError(f"{where}: an event has more than {LARGEST_EVENT} bytes")
+        if len(rest) > most:
+            raise ServerError(f"{where}: an event has more than {most} bytes")
         if b"\n" not in piece:
             continue
         *lines, left = bytes(rest).split(b"\n")

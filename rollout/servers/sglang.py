@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,8 @@ from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
 from .types import Part
 
+LONGEST = 2**20  # tokens of an answer, where no number is asked for
+BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
 LAYOUT = ("dtype", "quantization", "tp_size", "pp_size", "ep_size", "load_format", "version")  # fields of /server_info
 
 
@@ -228,17 +229,24 @@ class SGLang(Endpoint):
         body = _body(prompt, sampling, adapter, cache_key) | ({"rid": rid} if rid else {})
         if experts_per_token:
             body["return_routed_experts"] = True
+        asked = sampling.get("max_new_tokens", LONGEST)
+        seen = 0
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            nonlocal seen
+            ids = self._ids(event)
+            self._check_number(ids, asked)
+            if on_tokens and len(ids) > seen:  # an event without new tokens is no progress
+                seen = len(ids)
+                on_tokens(ids)
+
+        most = BESIDES + (len(prompt.tokens) + asked) * (A_TOKEN + EXPERTS * bool(experts_per_token))
         if on_tokens is None:
-            answer = await self.call("POST", "/generate", body)
+            answer = await self.call("POST", "/generate", body, most=most)
         else:
-            on_event = lambda event: on_tokens(self._ids(event))
-            answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event)
+            answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
         part = self._part(answer, experts_per_token)
-        if len(part.tokens) > sampling.get("max_new_tokens", math.inf):
-            raise ServerError(
-                f"{self.url}/generate: at most {sampling['max_new_tokens']} tokens were asked for, got "
-                f"{len(part.tokens)}"
-            )
+        self._check_number(part.tokens, asked)
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
         if prompt.images and read != sent:
             raise ServerError(
@@ -274,7 +282,8 @@ class SGLang(Endpoint):
         }
         if top_k:
             body["top_logprobs_num"] = int(top_k)
-        answer = await self.call("POST", "/generate", body, timeout_s=timeout_s)
+        most = BESIDES + len(tokens) * (1 + top_k) * A_TOKEN
+        answer = await self.call("POST", "/generate", body, timeout_s=timeout_s, most=most)
         return self._part(answer, generated=False)
 
     async def texts(self, tokens: Sequence[int], *, timeout_s: float = 60.0) -> list[str]:
@@ -289,6 +298,10 @@ class SGLang(Endpoint):
         if not (isinstance(texts, list) and len(texts) == len(tokens) and all(isinstance(x, str) for x in texts)):
             raise ServerError(f"{self.url}/detokenize: must return a text for each of {len(tokens)} tokens")
         return texts
+
+    def _check_number(self, tokens: Sequence[int], asked: int) -> None:
+        if len(tokens) > asked:
+            raise ServerError(f"{self.url}/generate: at most {asked} tokens were asked for, got {len(tokens)}")
 
     def _ids(self, event: Mapping[str, Any]) -> list[int]:
         try:

@@ -239,10 +239,11 @@ class _Fetch:
         async def once() -> dict[str, Any]:
             timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
             async with self.http.get(self.url, params=versions, timeout=timeout, allow_redirects=False) as reply:
-                try:
-                    return json.loads(await _agreed(self.url, reply))
-                except (json.JSONDecodeError, RecursionError) as error:
-                    raise RuntimeError(f"{self.url}: not the answer of a file server ({error})") from error
+                text = await _agreed(self.url, reply)
+            try:
+                return json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise RuntimeError(f"{self.url}: not the answer of a file server ({error})") from error
 
         return await _persistently(self.url, once)
 
