@@ -25,8 +25,10 @@ LARGEST = 2**28  # bytes of a JSON file
 
 def read_json(path: Path) -> dict:
     try:
-        if (path.exists() and not path.is_file()) or path.stat().st_size > LARGEST:
-            raise ValueError(f"no file of at most {LARGEST >> 20} MiB")
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"more than {LARGEST >> 20} MiB")
+        if not path.is_file():
+            raise ValueError("no file")
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error
