@@ -205,6 +205,31 @@ def test_network_isolation_is_as_declared(isolation):
             assert ("connected" in python(code).stdout) != isolation.network
 
 
+FILL = """
+import os, socket, time
+for _ in range(7):
+    if not os.fork():
+        {first}
+        pairs = [socket.socketpair() for _ in range(120)]
+        for pair in pairs:
+            for one in pair:
+                one.setblocking(False)
+                try:
+                    while True: one.send(bytes(2**16))
+                except BlockingIOError: pass
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("first", ["pass", "import ctypes; ctypes.CDLL(None).prctl(4, 0)"])
+def test_what_waits_in_sockets_counts_as_memory(isolation, first):
+    """1,680 sockets hold up to 350 MB, also of processes that do not let themselves be looked at."""
+    assert python(FILL.format(first=first), memory_bytes=300 * MiB, timeout_s=20).why == "memory"
+    assert python("import asyncio\nasyncio.run(asyncio.sleep(0.2))").code == 0
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_no_file_descriptor_is_inherited(isolation):
     with open(os.devnull) as file:

@@ -68,10 +68,9 @@ class Limits:
       timeout_s: wall-clock time, including the start of the supervisor (about 50 ms).
       cpu_s: CPU time of each process, rounded up to whole seconds; None = `timeout_s`.
       memory_bytes: address space of each process, and resident memory of all together. The kernel enforces the first;
-        the second is checked 20 times a second. Memory that no process needs to map (memfd_create, System V) is
-        refused; that of files is bounded by `files_bytes`. What waits in sockets and pipes is not counted, up to half a
-        MiB for each of 256 open files of a process. Shared pages that a process has given back count only as address
-        space.
+        the second is checked 20 times a second, with 256 KiB for each open socket, in which so much may wait. Memory
+        that no process needs to map (memfd_create, System V) is refused; that of files is bounded by `files_bytes`.
+        Shared pages that a process has given back count only as address space.
       output_bytes: of stdout and of stderr, each.
       files_bytes: of each file; with `isolation().files` also of all files together, plus 1 MiB.
       processes: processes and threads at the same time.

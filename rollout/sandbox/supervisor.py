@@ -19,6 +19,7 @@ from typing import Any
 
 PERIOD_S = 0.05  # between two checks of the processes
 OPEN_FILES = 256
+WAITING = 2**18  # bytes that may wait in a socket, which no process maps: Linux' default is 208 KiB
 INODES = 4096  # most files and folders in the sandbox's file system
 ROOM = 2**20  # bytes reserved there for folders and the program, so that the limit of one file is reached first
 HOME = "/tmp/work"
@@ -137,18 +138,38 @@ def watch(spec: dict, child: int) -> bool:
 
 def excess(spec: dict, pids: list[int]) -> str:
     """The limit that the processes together exceed, or ""."""
-    tasks, pages = 0, 0
+    tasks, used = 0, 0
+    sockets: set[str] = set()
     for pid in pids:
         try:
             tasks += len(os.listdir(f"/proc/{pid}/task"))
-            pages += int(read(f"/proc/{pid}/statm").split()[1])
+            used += resident(pid)
+            sockets |= opened(pid)
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
     if tasks >= spec["processes"]:
         return "processes"
+    most = spec["memory_bytes"] - WAITING * len(sockets)
     # This counts shared pages once per process; the proportional share, which is slower to read, decides.
-    over = pages * resource.getpagesize() > spec["memory_bytes"]
-    return "memory" if over and sum(map(share, pids)) > spec["memory_bytes"] else ""
+    return "memory" if used > most and sum(map(share, pids)) > most else ""
+
+
+def resident(pid: int) -> int:
+    return int(read(f"/proc/{pid}/statm").split()[1]) * resource.getpagesize()
+
+
+def opened(pid: int) -> set[str]:
+    """Names of the sockets that a process has open; as many as it may have if it does not let itself be looked at."""
+    found = set()
+    try:
+        for file in os.scandir(f"/proc/{pid}/fd"):
+            try:
+                found.add(os.readlink(file.path))
+            except FileNotFoundError:  # it is closed
+                continue
+    except PermissionError:
+        return {f"socket:{pid}.{i}" for i in range(OPEN_FILES)}
+    return {name for name in found if name.startswith("socket:")}
 
 
 def share(pid: int) -> int:
@@ -157,6 +178,8 @@ def share(pid: int) -> int:
         lines = read(f"/proc/{pid}/smaps_rollup").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
+    except PermissionError:  # it does not let itself be looked at
+        return resident(pid)
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
