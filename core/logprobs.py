@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from . import hardware
 from .shapes import shaped
 
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
@@ -128,7 +129,7 @@ def from_hidden(
     """
     A, V = hidden_AD.shape[0], head_VD.shape[0]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
-    C = min(chunk or chunk_size(V, jax.default_backend()), A)
+    C = min(chunk or chunk_size(V, hardware.platform()), A)
     pad = -A % C
     again = chunk or per_chunk or A * V > KEPT
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import balance, metrics, packing, rounding
+from . import balance, hardware, metrics, packing, rounding
 from .batch import Batch
 
 
@@ -158,7 +158,7 @@ def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardin
 def _compiled(f: Callable, **options) -> Callable:
     """`jax.jit`; on a CPU with XLA's scheduler for little memory. The default there looks for operations that can run
     at the same time, and so holds the updates of all weights at once."""
-    if jax.default_backend() == "cpu":
+    if hardware.platform() == "cpu":
         options["compiler_options"] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return jax.jit(f, **options)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core import metrics, optim, param, rounding, step
+from ..core import hardware, metrics, optim, param, rounding, step
 from . import rules
 
 HOST = "pinned_host"  # memory that devices copy from and to by themselves
@@ -180,7 +180,7 @@ def make_step(
         gradient, report, aux, norm, finite = differentiate(state.params, batch, *frozen)
         params, held, moved = state.params, list[list[Held]](), list[tuple]()
         copying: collections.deque = collections.deque()
-        ahead = 1 if jax.default_backend() == "cpu" else AHEAD
+        ahead = 1 if hardware.platform() == "cpu" else AHEAD
         for (part, update, device, host), layers in zip(updates, state.opt_state, strict=True):
             weights, change, new = part.of(params), part.of(gradient), []
             for at, old in enumerate(layers):

@@ -4,8 +4,7 @@ import importlib
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import jax
-
+from ...core import hardware
 from . import chunked
 from . import tree as tries
 from .pattern import PLAIN, Pattern
@@ -154,7 +153,7 @@ def causal(
       packing: False = each row is one sequence without padding.
     """
     needs = Needs(
-        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3], packing,
+        hardware.platform(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3], packing,
         other_keys=key_index_BS is not None, query_chunk=query_chunk, sinks=sinks_N is not None, **asdict(pattern),
     )  # fmt: skip
     name = choose(backend, needs)
@@ -177,7 +176,7 @@ def ring(
     if pattern.bidirectional:
         raise ValueError("attention: a ring of devices is causal, got a bidirectional pattern; use gather or ulysses")
     needs = Needs(
-        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BTKV.shape[3], ring=True,
+        hardware.platform(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BTKV.shape[3], ring=True,
         query_chunk=query_chunk, sinks=sinks_N is not None, **asdict(pattern),
     )  # fmt: skip
     name = choose(backend, needs)
@@ -195,7 +194,7 @@ def tree(
     if pattern.bidirectional:
         raise ValueError("attention: tokens of a trie see only those before them, got a bidirectional pattern")
     needs = Needs(
-        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3],
+        hardware.platform(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3],
         query_chunk=query_chunk, sinks=sinks_N is not None, tree=True, **asdict(pattern),
     )  # fmt: skip
     name = choose(backend, needs)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ...core import hardware
 from ...core.shapes import shaped
 from ...parallel import ring as rings
 from . import sinks
@@ -109,7 +110,7 @@ def _by_rows(fn, query_chunk, *block):
     """fn(*block), on a CPU a few rows at a time, so that a chunk's scores stay in the core's cache and the keys to read
     depend on these rows only."""
     (B, K, G, T, _), S = block[0].shape, block[1].shape[2]
-    limit = FITS // (K * G * _size(T, query_chunk) * S) if jax.default_backend() == "cpu" else B
+    limit = FITS // (K * G * _size(T, query_chunk) * S) if hardware.platform() == "cpu" else B
     rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(limit, 1))
     if rows == B:
         return fn(*block)
@@ -204,7 +205,7 @@ def _size(T, query_chunk):
 
 def _platform_sizes():
     """(range of queries per chunk, max runs, reaches to try) of this platform."""
-    return (CHUNK, RUNS, NEAR) if jax.default_backend() == "cpu" else ELSEWHERE
+    return (CHUNK, RUNS, NEAR) if hardware.platform() == "cpu" else ELSEWHERE
 
 
 def _runs(T, S, span, size, aligned, bidirectional=False):

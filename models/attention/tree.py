@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ...core import hardware
 from ...core.shapes import shaped
 from . import sinks
 from .chunked import OUTPUT, gradients, heads_first, heads_last, rows, scores, turned
@@ -133,7 +134,7 @@ def _backward(q_BKGTH, k_BKSH, v_BKSV, here, there, of_scores, dout_BKGTV, patte
 
 def _sizes(T, S, query_chunk):
     """(queries per chunk, keys per block)."""
-    chunk, block = ON_CPU if jax.default_backend() == "cpu" else ELSEWHERE
+    chunk, block = ON_CPU if hardware.platform() == "cpu" else ELSEWHERE
     return min(query_chunk or chunk, T), min(block, S)
 
 

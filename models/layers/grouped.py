@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ...core import hardware
 from ...core.param import LoRAWeight
 from ...core.shapes import shaped
 from ...parallel import experts
@@ -143,7 +144,7 @@ def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:
     Raises:
       ValueError: the kernel does not support JAX's default backend or these sizes.
     """
-    here, rows = jax.default_backend(), len(plan.pair_R) // len(plan.expert_S)
+    here, rows = hardware.platform(), len(plan.pair_R) // len(plan.expert_S)
     if kernel == "auto":
         return "megablox" if here == "tpu" else "blocked"
     if here not in PLATFORMS.get(kernel, (here,)):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...core import hardware
 from ...core.param import LoRAWeight
 from ...parallel import mesh
 from . import blocked
@@ -59,7 +60,7 @@ def linear(x, w, bias=None):
     elif isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)
     else:
-        wide = flat.ndim == 2 and min(w.shape) >= WIDE and jax.default_backend() == "cpu"
+        wide = flat.ndim == 2 and min(w.shape) >= WIDE and hardware.platform() == "cpu"
         y = (_wide_product if wide else _product)(flat, w.astype(x.dtype))
     return _with_bias(y, bias, x)
 

@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from ...core import hardware
+
 STATES = "states"  # checkpoint name of the states at the starts of chunks, for rematerialisation policies
 # Tokens per chunk and, of all rows together, per block. A block's arrays should stay in a core's cache; elsewhere, many
 # matmuls at once keep a device busy.
@@ -61,7 +63,7 @@ def chunk_size() -> int:
 
 
 def _sizes() -> tuple[int, int]:
-    return CPU if jax.default_backend() == "cpu" else ELSEWHERE
+    return CPU if hardware.platform() == "cpu" else ELSEWHERE
 
 
 def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None, parent_BT=None):

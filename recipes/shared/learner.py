@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from areax import models
 from areax.adapters import hf, peft
 from areax.adapters.runtime import hub, malloc
-from areax.core import optim, param, step
+from areax.core import hardware, optim, param, step
 from areax.core.balance import Balance, adjust, wrap
 from areax.models import lora, remat, vision
 from areax.models.lora import Lora
@@ -150,7 +150,7 @@ def dtype(adapters: Lora) -> str | None:
 
 def computed(run: models.Run) -> models.Run:
     """`run` with the platform's dtype if it names none, whatever the dtype of frozen weights, and its remat."""
-    platform = jax.default_backend()
+    platform = hardware.platform()
     return replace(run, dtype=run.dtype or models.default_dtype(platform), remat=remat.chosen(run.remat, platform))
 
 

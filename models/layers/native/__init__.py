@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 
+from ....core import hardware
+
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocked", "draw", "gate", "paged", "pages")]
 HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("call", "tiles")]
 NAMES = "blocked", "copy_pages", "draw", "paged", "put", "put_pages", "silu_product", "untouched"
@@ -23,7 +25,7 @@ FLAGS = "-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC"
 
 def ready() -> bool:
     """Whether the calls can be used: the devices are CPUs, and there is a compiler."""
-    return jax.default_backend() == "cpu" and not missing()
+    return hardware.platform() == "cpu" and not missing()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ....core import hardware
 from ....models.attention import sinks
 from ....models.attention.pattern import PLAIN, Pattern
 from ....parallel import mesh
@@ -89,7 +90,7 @@ def _attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, *, pattern: Pat
 
 def kernel(keys_PKHC, values_PKCV):
     """The platform's kernel for such pages; None = `read`."""
-    platform = jax.default_backend()
+    platform = hardware.platform()
     if platform not in KERNELS:
         return None
     module = importlib.import_module(KERNELS[platform], __package__)
@@ -98,7 +99,7 @@ def kernel(keys_PKHC, values_PKCV):
 
 def together(B: int, X: int, size: int) -> tuple[int, int]:
     """How many sequences, and pages of each, are read at a time, of B with X pages of so many bytes."""
-    if jax.default_backend() != "cpu":
+    if hardware.platform() != "cpu":
         return B, min(PAGES, X)
     return next(R for R in range(B, 0, -1) if B % R == 0 and (R == 1 or R <= FEW and R * size <= CACHE)), 1
 

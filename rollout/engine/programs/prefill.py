@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ....core import logprobs
+from ....core import hardware, logprobs
 from ....models import mtp, vision
 from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
@@ -24,7 +24,7 @@ def width(length: int, C: int) -> int:
 
 def rows(width: int, most: int | None) -> int:
     """The number of chunks per program of this width, if there are never more than `most` at a time."""
-    fit = max(1, (ON_CPUS if jax.default_backend() == "cpu" else TOKENS) // width)
+    fit = max(1, (ON_CPUS if hardware.platform() == "cpu" else TOKENS) // width)
     return fit if most is None else min(fit, 1 << (most - 1).bit_length())
 
 
