@@ -20,6 +20,7 @@ peers := .venv-bench
 clients := .venv-clients
 site := .venv-docs
 llamacpp := .venv-llama-cpp
+compilers := .venv-compilers
 smollm2 := .cache/smollm2
 
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
@@ -246,6 +247,23 @@ $(llamacpp)/.done: tests/llama_cpp/requirements.txt
 	@$(PYTHON) -m venv $(llamacpp)
 	@$(llamacpp)/bin/python -m pip install --quiet --disable-pip-version-check diskcache jinja2 numpy typing-extensions
 	@CMAKE_ARGS=-DGGML_NATIVE=OFF $(llamacpp)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+.PHONY: test-compilers
+test-compilers: export AREAX_COMPILERS := $(CURDIR)/$(compilers)
+test-compilers: export PYTHONPATH := $(CURDIR)/$(compilers)
+test-compilers: $(dev) $(compilers)/.done ## test what the compilers of GPUs and TPUs make of training steps (installs them: 1.4 GB)
+	$(py) -m pytest -q tests/compilers
+
+# Without dependencies: no driver, no library that runs kernels. Versions are those that go with JAX's.
+$(compilers)/.done: $(dev)
+	@echo "installing the compilers of GPUs and TPUs into $(compilers): a minute, once"
+	@mkdir -p $(compilers)
+	@$(py) -c 'from importlib import metadata as m; v = m.version("jax"); \
+	  tpu = [need.split(";")[0] for need in m.requires("jax") if need.startswith("libtpu")]; \
+	  print(*tpu[:1], f"jax-cuda13-plugin=={v}", f"jax-cuda13-pjrt=={v}", "nvidia-cuda-nvcc", "nvidia-nvvm", \
+	  "nvidia-cuda-runtime", "nvidia-cuda-crt", sep="\n")' > $(compilers)/requirements.txt
+	@$(py) -m pip install --quiet --disable-pip-version-check --no-deps --target $(compilers) -r $(compilers)/requirements.txt
 	@touch $@
 
 .PHONY: test-clients

@@ -256,6 +256,11 @@ def frozen(spec: Step):
 
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
+    return lower(spec, meshes.make(spec.layout)).compile(CHEAP)
+
+
+def lower(spec: Step, on: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """Lowers `step(state, batch)` for the devices of a mesh, which need not be here (`planner.targets`)."""
     apart = bool(spec.config.vision) and not spec.config.vision.trained
     base = table = models.table(replace(spec.config, vision=None) if apart else spec.config)
     score = vision.over_frozen(spec.score) if apart else spec.score
@@ -265,10 +270,9 @@ def compile(spec: Step):
     narrow = (
         (spec.run.dtype or "float32") if spec.optim.offload and spec.optim.weights == "float32" else spec.optim.weights
     )
-    on = meshes.make(spec.layout)
     placed = functools.partial(jax.tree.map, lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
+    shardings = rules.of_state(optimizer, table, on)  # outside: it computes, which devices to compile for do not
     with jax.set_mesh(on):
-        shardings = rules.of_state(optimizer, table, on)
         params = jax.eval_shape(lambda params: optim.narrowed(params, table, narrow), param.abstract(table))
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
         kept: Any = frozen(spec) if spec.lora.rank else None
@@ -283,11 +287,11 @@ def compile(spec: Step):
         if spec.optim.offload:  # the update is many small programs
             gradient: Any = offload.make_gradient(score, spec.whole, table, spec.optim, on)
             placed_params = placed(params, shardings.params)
-            return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *more).compile(CHEAP)
+            return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *more)
         sums = optim.sums(table, spec.optim)
         adjust = balance.adjust(spec.balance)
         update: Any = step.make_step(score, spec.whole, optimizer, shardings, adjust=adjust, sums=sums)
-        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *more).compile(CHEAP)
+        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *more)
 
 
 def _placed(batch: Batch, on) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...parallel.planner import memory, remedies
@@ -12,11 +12,11 @@ from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS, Chip
 from ...parallel.planner.figures import USABLE, Figure
 from ..command_line import options as grouped
-from . import aot, jobs
+from . import aot, compiled, jobs
 
 FIRST_OPTIONS = (
-    "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "check", "json", "length", "rows",
-    "mesh.dp", "mesh.fsdp", "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
+    "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "compile", "check", "json", "length",
+    "rows", "mesh.dp", "mesh.fsdp", "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
 )  # fmt: skip
 SLOW = 1.5  # times as long as training: generation is what a run waits for
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
@@ -36,6 +36,8 @@ class Options:
       suggest: find the fastest mesh and options on `devices`; where the recipe generates also the split between
         trainer and servers, and eta, which are simulated. The mesh and rows given are not planned.
       devices: with `suggest`, how many of `chip` there are.
+      compile: also have the chip's own compiler compile the real step, which says what memory it needs; takes some
+        minutes the first time, and needs areax[cuda] or areax[tpu], but no chip.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
       json: print the plan as JSON.
     """
@@ -46,6 +48,7 @@ class Options:
     image_tokens: int = 0
     suggest: bool = False
     devices: int = 0
+    compile: bool = False
     check: bool = False
     json: bool = False
 
@@ -68,7 +71,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
       "section", "text"}}}; kind is "exact" or "estimate", a name ends in its unit; "suggested" are options, each of
       which makes the trainer fit, or faster if it does; "server_split" is the option that makes the recipe's own server
       fit, or ""; "shared" says what `--trie auto` does, "" if it is off.
-      With `check` also "agrees": whether argument bytes equal XLA's.
+      With `check` also "agrees": whether argument bytes equal XLA's. With `compile` also "compiled": each step as the
+      chip's compiler made it (`compiled.Compiled`), and "fits" says that they fit, too.
 
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
@@ -101,10 +105,16 @@ def plan(config: Any, options: Options = Options()) -> dict:
             figures += _compiled(found, prefix)
             agrees &= formula is not None and found["argument_bytes"] == formula.arguments
         checked = {"agrees": agrees}
+    fits = planned.fits
+    if options.compile:
+        names = "policy" if generation else "model", "critic"
+        found = {name: compiled.check(one, options.chip) for name, one in zip(names, made.steps, strict=False)}
+        checked["compiled"] = {name: asdict(one) for name, one in found.items()}
+        fits &= all(not one.problem and one.peak_bytes <= USABLE * chip.memory for one in found.values())
     return {
         "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
         "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
-        "microbatches": job.used, "fits": planned.fits, "suggested": suggested, "server_split": split,
+        "microbatches": job.used, "fits": fits, "suggested": suggested, "server_split": split,
         "shared": made.shared,
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
@@ -200,7 +210,23 @@ def show(report: dict) -> str:
         lines.append(f"faster with {', or with '.join(suggested)}, which fits")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))
+    lines += [_by_compiler(whose, one, report, usable) for whose, one in report.get("compiled", {}).items()]
     return "\n".join(lines)
+
+
+def _by_compiler(whose: str, one: dict, report: dict, usable: float) -> str:
+    """A line for a step that a chip's compiler made, or refused."""
+    if one["problem"]:
+        return f"{report['chip']}'s compiler refuses the {whose}'s step: {one['problem']}"
+    size = lambda name: human("bytes", one[f"{name}_bytes"])
+    times = lambda counts: ", ".join(f"{name} x {count}" for name, count in counts.items())
+    verdict = "fits" if one["peak_bytes"] <= usable else "does NOT fit"
+    return (
+        f"compiled for {report['chip']}, the {whose}'s step {verdict}: "
+        f"{size('peak')} at its peak, of {size('argument')} of arguments and {size('temporary')} of temporaries"
+        + (f"; {times(one['kernels'])}" if one["kernels"] else "")
+        + (f"; {times(one['collectives'])}" if one["collectives"] else "")
+    )
 
 
 def _generating(report: dict) -> list[str]:

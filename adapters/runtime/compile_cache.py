@@ -21,21 +21,29 @@ def keep() -> None:
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        try:
-            caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        except RuntimeError:
-            log.warning("compilation cache disabled: there is no home directory; set JAX_COMPILATION_CACHE_DIR")
-            return
-        folder = caches / "areax" / "programs" / f"{cores()}-cores"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            log.warning("compilation cache disabled: %s: %s", folder, error.strerror)
+        folder = made("programs", f"{cores()}-cores")
+        if folder is None:
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)  # enables a lock: servers share the folder
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def made(*parts: str) -> Path | None:
+    """A folder in areax's part of the user's cache folder, made if needed; None, with a warning, if that fails."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        log.warning("compilation cache disabled: there is no home directory; set JAX_COMPILATION_CACHE_DIR")
+        return None
+    folder = caches.joinpath("areax", *parts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compilation cache disabled: %s: %s", folder, error.strerror)
+        return None
+    return folder
 
 
 def cores() -> int:

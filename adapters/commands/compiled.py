@@ -1,0 +1,151 @@
+"""What a chip's own compiler makes of a training step, on a machine without that chip."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ...parallel import mesh as meshes
+from ...parallel.planner import targets
+from ..runtime import compile_cache
+from . import aot
+
+LIMIT_S = 1800.0  # for a program; the TPU compiler takes minutes for large ones
+COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
+OF_PALLAS = "__gpu$xla.gpu.triton", "tpu_custom_call"  # targets of the custom calls of its kernels
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(%", re.MULTILINE)
+BUFFER = re.compile(r"^\s*Size: (\S+)\n(?:.*\n){0,3}?\s*Operator: op_name=\"([^\"]*)\"", re.MULTILINE)
+LARGEST = 3  # buffers to name where memory is short
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program as a chip's compiler made it, for one device.
+
+    Attributes:
+      problem: why it did not compile, "" if it did: then all below are 0 or empty.
+      argument_bytes, temporary_bytes: by the buffer assignment.
+      peak_bytes: of both together, and of results that have memory of their own.
+      collectives: {kind: number in the program's text}; those in a loop run in each of its turns.
+      kernels: {name: number in the program's text} of Pallas kernels.
+      seconds: that compiling took, when it was done.
+    """
+
+    problem: str = ""
+    argument_bytes: int = 0
+    temporary_bytes: int = 0
+    peak_bytes: int = 0
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def check(spec: aot.Step, chip: str, limit_s: float = LIMIT_S) -> Compiled:
+    """Compiles the step for a chip of `targets` in a process of its own, or takes what was found the last time.
+
+    Raises:
+      ValueError: as `targets.devices`, or it takes longer than `limit_s` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_apart, args=(theirs, spec, chip), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not mine.poll(limit_s):
+            raise ValueError(f"--compile: {chip}'s compiler takes longer than {limit_s:g} s; plan fewer layers or rows")
+        kind, found = mine.recv()
+    except EOFError:
+        process.join()
+        raise ValueError(
+            f"--compile: {chip}'s compiler ended with exit code {process.exitcode}; is there memory enough for it?"
+        ) from None
+    finally:
+        process.kill()
+        process.join()
+    if kind == "refused":
+        raise ValueError(found)
+    return Compiled(**found)
+
+
+def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu would ask the network what machine this is
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the compilers write of drivers that are not here
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        pipe.send(("found", dataclasses.asdict(compiled(spec, chip))))
+    except ValueError as error:
+        pipe.send(("refused", str(error)))
+
+
+def compiled(spec: aot.Step, chip: str) -> Compiled:
+    """`check` in this process, whose JAX must not have chosen its platform yet."""
+    began = time.monotonic()
+    on = meshes.make(spec.layout, targets.devices(chip, spec.layout.devices))
+    platform = on.devices.flat[0].platform
+    lowered = aot.lower(spec, on)
+    file = _file(lowered.as_text(), chip, platform)
+    if file and file.is_file():
+        return Compiled(**json.loads(file.read_text()))
+    try:
+        made = lowered.compile(dict(targets.OPTIONS[platform]))
+    except jax.errors.JaxRuntimeError as error:
+        return Compiled(problem=explained(str(error)), seconds=time.monotonic() - began)
+    found = read(made, time.monotonic() - began)
+    if file:
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(dataclasses.asdict(found)))
+        temporary.rename(file)
+    return found
+
+
+def _file(text: str, chip: str, platform: str) -> Path | None:
+    """Where the result for a program is kept: by its text, the chip and the compilers' versions; None = nowhere."""
+    folder = compile_cache.made("compiled")
+    if folder is None:
+        return None
+    known = [text, chip, jax.__version__, repr(targets.OPTIONS[platform]), targets.version(platform)]
+    return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
+
+
+def read(made: Any, seconds: float = 0.0) -> Compiled:
+    """What a jax.stages.Compiled says of itself."""
+    sizes, text = made.memory_analysis(), made.as_text()
+    counted = collections.Counter(kind.removesuffix("-start") for kind in INSTRUCTION.findall(text))
+    kernels = collections.Counter(
+        _kernel(line) for line in text.splitlines() if any(f'_target="{one}"' in line for one in OF_PALLAS)
+    )
+    return Compiled(
+        argument_bytes=sizes.argument_size_in_bytes,
+        temporary_bytes=sizes.temp_size_in_bytes,
+        peak_bytes=sizes.peak_memory_in_bytes,
+        collectives={kind: counted[kind] for kind in COLLECTIVES if counted[kind]},
+        kernels=dict(sorted(kernels.items())),
+        seconds=seconds,
+    )
+
+
+def _kernel(line: str) -> str:
+    """The name of a kernel: of its call in JAX, or on TPUs of the instruction."""
+    named = re.search(r"/([^/\"]+)/pallas_call\"", line)
+    return named[1] if named else line.split("=")[0].strip(" %").removeprefix("ROOT %").rpartition(".")[0]
+
+
+def explained(error: str) -> str:
+    """A compiler's error in a line; where memory is short, with the largest buffers."""
+    first = " ".join(error.split("\n\n")[0].split())[:300]
+    buffers = [f"{size} {name}" for size, name in BUFFER.findall(error)[:LARGEST]]
+    return first + (f"; the largest: {', '.join(buffers)}" if buffers else "")
