@@ -54,6 +54,12 @@ def run(capsys, *argv, code=0):
     return said.err if code == 2 else said.out
 
 
+@pytest.mark.parametrize("option", ["--compile", "--check"])
+def test_a_suggestion_is_not_compiled(capsys, model, option):
+    said = run(capsys, "sft", "--model", model, "--suggest", "--devices", 2, option, code=2)
+    assert "--suggest compiles nothing" in said and said.count("\n") == 1
+
+
 def test_a_chip_of_ones_own_is_an_entry_of_the_table(capsys, model, monkeypatch):
     monkeypatch.setitem(CHIPS, "own", replace(CHIPS["h100"], memory=7e9))
     text = run(capsys, "sft", "--model", model, "--length", 32, "--rows", 2, "--chip", "own")

@@ -61,6 +61,10 @@ class Options:
                 f"--suggest and --devices go together: add --devices N to find a mesh for N {self.chip}, or "
                 f"--suggest; to plan a mesh of yours, name it, such as --mesh.fsdp N; got --devices {self.devices}"
             )
+        if self.suggest and (self.compile or self.check):
+            raise ValueError(
+                "--suggest compiles nothing: plan what it suggests with --compile or --check, and leave them out here"
+            )
 
 
 def plan(config: Any, options: Options = Options()) -> dict:
