@@ -136,6 +136,8 @@ def bad(change):
         (lambda meta: meta["weight_versions"][0].update(end=10**12), "without gap or overlap, up to 2 tokens"),
         (lambda meta: meta["weight_versions"][0].update(end="2"), "lacks what a single request returns"),
         (lambda meta: meta.update(lora_path=5), "a text must be a string, got 5"),
+        (lambda meta: meta.update(id="of-another"), "must be to request '[0-9a-f]{32}', got one to 'of-another'"),
+        (lambda meta: meta.update(id=5), "got one to 5"),
     ],
 )
 def test_an_inconsistent_answer_is_refused(change, message):
@@ -145,6 +147,26 @@ def test_an_inconsistent_answer_is_refused(change, message):
             with pytest.raises(RuntimeError, match=message) as error:
                 await fleet.generate([1])
             assert str(error.value).startswith(f"{a.url}/generate: ") and "\n" not in str(error.value)
+
+    run(main)
+
+
+def test_each_request_has_a_name_of_its_own_and_takes_no_answer_to_another():
+    async def named(request, body):
+        answer = reply([], [], [], "length")
+        answer["meta_info"] |= {"id": body["rid"], "input_token_logprobs": [[None, 5, None]]}
+        return aiohttp.web.json_response(answer)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            other = reply([], [], [], "length")
+            other["meta_info"]["id"] = "of-another"
+            a.script = [answers(200, other), named, named]
+            with pytest.raises(RuntimeError, match="got one to 'of-another'"):
+                await fleet.read([5])
+            await fleet.read([5])
+            await fleet.generate([5])
+            assert len({body["rid"] for body in a.generated()}) == 3
 
     run(main)
 
