@@ -300,9 +300,7 @@ class SGLang(Endpoint):
                 f"{self.url}/generate: an event lacks the tokens so far ({answers.described(error)})"
             ) from error
 
-    def _part(
-        self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True
-    ) -> Part:
+    def _part(self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True) -> Part:
         try:
             part = answers.part(answer, experts_per_token, generated, self.vocabulary)
         except answers.MALFORMED as error:
