@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import datetime
 import email.utils
 import json
@@ -781,6 +782,43 @@ def test_a_server_started_with_the_pushed_version_is_only_verified(tmp_path):
                 assert "/update_weights_from_disk" in controls(c)
                 await push_weights(fleet, tmp_path, V1)
                 assert controls(a) == ["/weights_checker", *PUSH]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "now, dtype, stored, taken",
+    [
+        ({"norm": "b", "o": "y"}, "float32", "F32", True),
+        ({"norm": "b", "o": "x"}, "float32", "F32", False),  # half of it was loaded
+        ({"norm": "a", "o": "x"}, "auto", "BF16", False),  # nothing
+        ({"norm": "a", "o": "x"}, "bfloat16", "F32", True),  # which it rounds
+        ({"norm": "a"}, "float32", "F32", False),
+        ({}, "float32", "F32", True),
+    ],
+)
+def test_tensors_that_a_push_changed_must_have_changed_on_the_server(tmp_path, now, dtype, stored, taken):
+    """A server with fused tensors has nothing else to be compared with if it is the only one."""
+    holds = lambda sums: answers(200, {"success": True, "ranks": [{"checksums": {"qkv": "0", **sums}}]})
+    for v, sums in enumerate(({"q": "0", "norm": "1", "o": "2"}, {"q": "3", "norm": "4", "o": "5"})):
+        (tmp_path / str(v)).mkdir()
+        tensors = {name: {"dtype": stored, "shape": [1], "xxh3_128": x} for name, x in sums.items()}
+        (tmp_path / str(v) / "manifest.json").write_text(json.dumps({"tensors": tensors}))
+
+    async def main():
+        async with serving(V1) as a:
+            a.refuse["/server_info"] = answers(200, {"dtype": dtype, "quantization": None})
+            async with client.connect([a.url], timeouts=dataclasses.replace(client.TIMEOUTS, push_attempts=1)) as fleet:
+                a.refuse["/weights_checker"] = holds({"norm": "a", "o": "x"} if now else {})
+                await push_weights(fleet, tmp_path / "0", V1)
+                a.refuse["/weights_checker"] = holds(now)
+                if taken:
+                    await push_weights(fleet, tmp_path / "1", V2)
+                    return
+                kept = [name for name in ("norm", "o") if now.get(name) in ("a", "x")]
+                wanted = f"reports {V2}, but {len(kept)} tensors are those of .*, first {kept[0]}: it answered"
+                with pytest.raises(RuntimeError, match=wanted):
+                    await push_weights(fleet, tmp_path / "1", V2)
 
     run(main)
 

@@ -51,6 +51,7 @@ class Server:
       prepare: of a server in this process: stages a version, (label, weights), next to the current one, before the
         trainer donates its arrays; returns what `handover` takes.
       has_checksums: it may report checksums of its weights.
+      proved: the tensors in the manifest of the newest version whose checksums it has proved, and these, by rank.
       fresh: this run started it with the weights of `label` and has not pushed to it since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
       state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
@@ -85,6 +86,7 @@ class Server:
     handover: Handover | None = None
     prepare: Callable[[str, Any], Any] | None = None
     has_checksums: bool = True
+    proved: tuple[dict[str, dict], list[dict[str, str]]] = field(default_factory=lambda: ({}, []))
     fresh: bool = False
     weights_verified: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"

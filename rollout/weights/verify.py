@@ -15,10 +15,14 @@ from ..servers.labels import MANIFEST
 from ..servers.server import Server
 from ..servers.types import Part, Probe, Published
 
+# The dtypes of /server_info as files name them. SGLang's "auto" keeps bf16, and rounds fp32.
+STORED = {"auto": "BF16", "bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
+
 
 def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, str]]) -> None:
     """Compares the server's checksums with the manifest's if they cover the same tensors, else with those of the first
-    verified server of the same layout. A server that reports none passes.
+    verified server of the same layout, and with its own of the version before: what changed in the manifest must have
+    changed there. A server that reports none passes.
 
     Args:
       ranks: what `SGLang.checksums` returned.
@@ -28,7 +32,13 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
     if not ranks:
         server.has_checksums = False
         return
-    wanted = _manifest(weights.directory)
+    entries = _entries(weights.directory)
+    wanted = {name: entry["xxh3_128"] for name, entry in entries.items()}
+    if kept := _kept(server, entries, ranks):
+        raise ServerError(
+            f"{server.url}: reports {weights.label}, but {len(kept)} tensors are those of the version that it had "
+            f"before, first {kept[0]}: it answered a push with success and did not load them; read its log"
+        )
     if ranks[0].keys() == wanted.keys():
         differ = [name for name in wanted if ranks[0][name] != wanted[name]]
         source = "the manifest"
@@ -43,12 +53,30 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
         raise ServerError(
             f"{server.url}: reports {weights.label}, but {len(differ)} tensors differ from {source}, first {differ[0]}"
         )
+    if entries:
+        server.proved = entries, ranks
 
 
-def _manifest(directory: str) -> dict[str, str]:
+def _kept(server: Server, entries: dict[str, dict], ranks: list[dict[str, str]]) -> list[str]:
+    """The tensors that changed since the version before, by the manifests, and did not on the server.
+
+    Only those count that the server holds under the name and in the dtype of the files: to round, or to join them with
+    others, may undo a change. Of a tensor that is split over ranks at least one part must have changed.
+    """
+    before, ranks_before = server.proved
+    dtype, quantization, *_ = json.loads(server.layout or "[null, null]")
+    if quantization or len(ranks) != len(ranks_before):
+        return []
+    stored = lambda name: entries[name].get("dtype", "") == STORED.get(str(dtype))
+    changed = [name for name in entries if name in before and entries[name] != before[name] and stored(name)]
+    held = lambda of_ranks, name: [rank.get(name) for rank in of_ranks]
+    return [name for name in changed if any(held(ranks, name)) and held(ranks, name) == held(ranks_before, name)]
+
+
+def _entries(directory: str) -> dict[str, dict]:
     path = Path(directory) / MANIFEST
     manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
-    return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
+    return manifest.get("tensors", {})
 
 
 def probe_difference(server: Server, known: Probe, part: Part) -> float:
