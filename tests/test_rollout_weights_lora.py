@@ -10,6 +10,7 @@ from areax.rollout.servers.labels import read_label
 from areax.rollout.servers.server import Server
 from areax.rollout.servers.sglang import SGLang
 from areax.rollout.servers.sglang_answers import adapter_refusal
+from areax.rollout.servers.types import Published
 from areax.rollout.simulation import clock
 from areax.rollout.weights import lora
 
@@ -48,6 +49,26 @@ def test_adapters_name_their_base(tmp_path):
     (base / "manifest.json").write_text('{"version": 1}')
     with pytest.raises(ValueError, match=f"belong to the base {label}, but .*base is 1-"):
         lora.published(path, "1-00000000")
+
+
+def test_an_adapter_of_the_same_name_from_another_folder_is_replaced():
+    network = virtual.Network()
+    url = network.start(0.01)
+    engine = network.servers[url]
+    engine.weights = engine.label = base = f"{virtual.BASE}00000000"
+    name = "1-11111111"
+    server = Server(SGLang(url, network), [base], base=base)
+    version = Published("mine", name, Published("base", base))
+
+    async def main():
+        engine.adapters[name] = "of another run"
+        await lora.load(server, version, version.base, "retract")
+        assert engine.adapters == {name: "mine"} and server.label == name
+        engine.faults["/load_lora_adapter"] = "refuse"  # it is not loaded twice
+        await lora.load(server, version, version.base, "retract")
+        assert engine.adapters == {name: "mine"} and server.adapters == [name]
+
+    clock.run(asyncio.wait_for(main(), 10))
 
 
 def test_unused_adapters_are_unloaded():
