@@ -80,7 +80,12 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     difference = None
     if weights.probe:
         answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=full_load.PROBE_S)
-        difference = verify.probe_difference(server, weights.probe, answer)
+        try:
+            difference = verify.probe_difference(server, weights.probe, answer)
+        except ServerError:
+            with contextlib.suppress(ServerError, ValueError):
+                await server.api.unload_adapter(label)  # else the next attempt would find it loaded
+            raise
     if label not in server.adapters:
         server.adapters.append(label)
     server.labels.append(label)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ServerError
@@ -15,6 +16,7 @@ from ..servers.labels import MANIFEST
 from ..servers.server import Server
 from ..servers.types import Part, Probe, Published
 
+MOVED = 0.02  # nats per token, beyond what rounding weights and logits to bf16 may hide
 # The dtypes of /server_info as files name them. SGLang's "auto" keeps bf16, and rounds fp32.
 STORED = {"auto": "BF16", "bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
 
@@ -82,18 +84,35 @@ def _entries(directory: str) -> dict[str, dict]:
 def probe_difference(server: Server, known: Probe, part: Part) -> float:
     """The mean absolute difference between the server's and the trainer's log-probabilities of a known prompt.
 
+    They must also have moved since the version before: one small step is within any tolerance.
+
     Args:
       part: what `SGLang.read` returned for that prompt.
 
-    Raises ServerError if it exceeds the tolerance.
+    Raises ServerError if it exceeds the tolerance, or the server's have not moved as the trainer's have.
     """
     theirs = [row[0] for row in part.inputs][1:]
     if len(theirs) != len(known.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
         raise ServerError(f"{server.url}: returns no log-probabilities for the probe of {len(known.tokens)} tokens")
-    difference = sum(abs(a - b) for a, b in zip(theirs, known.logp, strict=True)) / len(theirs)
+    difference = _apart(theirs, known.logp)
     if not difference <= known.tolerance:
         raise ServerError(
             f"{server.url}: log-probabilities of the probe must be within {known.tolerance:g} nats per token of the "
             f"trainer's, got {difference:.3g}: its weights are not those it reports, or it computes differently"
         )
+    if server.probed and server.probed[0].tokens == known.tokens:
+        before, theirs_before = server.probed
+        moved, there = _apart(known.logp, before.logp), _apart(theirs, theirs_before)
+        if moved > MOVED and there < moved / 10:
+            raise ServerError(
+                f"{server.url}: log-probabilities of the probe must move from version to version as the trainer's do, "
+                f"by {moved:.3g} nats per token, got {there:.3g}: it answered a push with success and did not load it; "
+                "read its log"
+            )
+    server.probed = known, theirs
     return difference
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The mean absolute difference."""
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
