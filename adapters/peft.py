@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from . import hf, safetensors
 from .runtime.atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+LARGEST = float(np.finfo(np.float32).max)
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 # Names that PEFT takes for experts and routers anywhere in an MoE model.
@@ -414,8 +414,8 @@ def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None
     rank, alpha, rslora = options.get("r"), options.get("lora_alpha"), options.get("use_rslora")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{where}: r, the rank, must be a whole number above 0, got {rank!r:.80}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= sys.float_info.max:
-        raise ValueError(f"{where}: lora_alpha must be a finite number above 0, got {alpha!r:.80}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= LARGEST:
+        raise ValueError(f"{where}: lora_alpha must be a number above 0 that float32 holds, got {alpha!r:.80}")
     if rslora is not None and type(rslora) is not bool:
         raise ValueError(f"{where}: use_rslora must be true or false, got {rslora!r:.80}")
     for name, value in options.items():

@@ -121,8 +121,9 @@ def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str
 
 
 def _forms(sample) -> dict[str, str]:
-    """Kind, type and shape of a sample's arrays, but for the tokens' axis."""
-    return {name: " ".join([kind, str(x.dtype), *map(str, x.shape[1:])]) for name, (kind, x) in sample.arrays.items()}
+    """Kind, type and shape of a sample's arrays, but for the tokens' axis; floats of any width are packed together."""
+    type_of = lambda x: "float" if x.dtype.kind == "f" else str(x.dtype)
+    return {name: " ".join([kind, type_of(x), *map(str, x.shape[1:])]) for name, (kind, x) in sample.arrays.items()}
 
 
 def _filled(

@@ -12,14 +12,14 @@ import numpy as np
 import PIL.Image
 
 from areax import models
-from areax.adapters import hf, orbax
+from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.command_line.options import replaced
 from areax.core import losses, optim, param, step
 from areax.models import lora
 from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import agreement, lockstep, processes
-from areax.recipes import grpo
-from areax.recipes.shared import common, learner, trainer
+from areax.recipes import grpo, preference
+from areax.recipes.shared import common, learner, score_head, trainer
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
@@ -123,6 +123,36 @@ def load_and_export(model: str, layout: str, out: str) -> dict:
     return {"loading": loading, "exporting": exporting, "held": held, "whole": whole}
 
 
+def find_others(folder: str) -> dict[str, str]:
+    """What loading says of models that are others in process 1, with other settings or with other weights."""
+    mine = Path(folder) / str(jax.process_index())
+    settings, weights = str(mine / "settings"), str(mine / "weights")
+    on, tokens = mesh.make(mesh.Layout(fsdp=2)), tokenizer.load(weights)
+    trained = replaced(
+        grpo.Config(f"{folder}/0/weights", data="", reward=""), objective=losses.PPO(), length=32, rows=4,
+        mesh=mesh.Layout(fsdp=2), critic=trainer.CriticOptions(model=weights),
+    )  # fmt: skip
+    scored = preference.Config(settings, data="")
+    ways = {
+        "settings": lambda: common.open_model(settings, "checkpoint", 0, on),
+        "settings of new weights": lambda: common.open_model(settings, "random", 0, on),
+        "weights": lambda: common.open_model(weights, "checkpoint", 0, on),
+        "weights of a teacher": lambda: common.open_teacher(weights, tokens, models.Run(), on),
+        "weights of a critic": lambda: grpo.build_trainer(trained),
+        "settings of a scorer": lambda: score_head.open_model(scored, score_head.SCALAR, tokens, on),
+    }
+    return {what: _refusal(way) for what, way in ways.items()}
+
+
+def _refusal(check) -> str:
+    """The error of a check; "" if it passes."""
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def leave(how: str) -> None:
     """Process 1 leaves by `sys.exit`, with nothing when all is done or with a text while process 0 waits for it."""
     if jax.process_index() == 1:
@@ -173,15 +203,8 @@ def disagree(folder: str) -> dict[str, str]:
         "state": lambda: store.save(1, {"c": array(spec(), last)}),
     }
 
-    def said(check):
-        try:
-            check()
-        except ValueError as error:
-            return str(error)
-        return ""
-
     with orbax.open_store(folder) as store:
-        return {name: said(check) for name, check in checks.items()}
+        return {name: _refusal(check) for name, check in checks.items()}
 
 
 @dataclasses.dataclass(frozen=True)

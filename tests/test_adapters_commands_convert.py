@@ -31,9 +31,9 @@ def saved(path, family="qwen3", std=0.2, dtype=None, seed=0, **options):
     return path, config
 
 
-def adapters(path, config, base, rank=3, **spec):
-    spec = lora.Lora(rank, 5.0, **spec)
-    peft.save(path, config, tiny.weights(lora.table(models.table(config), spec), 0.3, seed=1), spec, base=str(base))
+def adapters(path, config, base, rank=3, alpha=5.0, std=0.3, **spec):
+    spec = lora.Lora(rank, alpha, **spec)
+    peft.save(path, config, tiny.weights(lora.table(models.table(config), spec), std, seed=1), spec, base=str(base))
     return path
 
 
@@ -91,7 +91,16 @@ def test_the_base_of_adapters_may_be_named(tmp_path):
         convert.convert(base, tmp_path / "new", merge=True)
     with pytest.raises(ValueError, match="--base is for adapters and runs"):
         convert.convert(base, tmp_path / "new", base=str(base))
-    assert not (tmp_path / "new").exists()
+    large = adapters(tmp_path / "large", config, str(base), alpha=3e38, std=9.0)
+    with pytest.raises(
+        ValueError, match=r"merge: .* with its adapters has \d+ of \d+ numbers that float32 does not hold; use"
+    ):
+        convert.convert(large, tmp_path / "new", merge=True)
+    about = json.loads((large / "adapter_config.json").read_text())
+    (large / "adapter_config.json").write_text(json.dumps({**about, "lora_alpha": 1e39}))
+    with pytest.raises(ValueError, match=r"lora_alpha must be a number above 0 that float32 holds, got 1e\+39"):
+        convert.convert(large, tmp_path / "new", merge=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "wide", "large"}
     convert.convert(folder, tmp_path / "new", merge=True, base=str(base), shard_size="20kB")
     assert len([*(tmp_path / "new").glob("*.safetensors")]) > 2
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import job_program
 import jobs
 import pytest
+import tiny
 
 from areax.adapters import orbax
 from areax.parallel.multihost import agreement
@@ -40,6 +41,18 @@ def test_what_differs_is_named_in_every_process(tmp_path):
         assert end in said[0][name] if end else said[0][name] == "", said[0][name]
     assert orbax.versions(tmp_path / "state") == []
     assert "all need the same rows, got different ones in process 1 than in process 0: " in said[0]["row"]
+
+
+@pytest.mark.mesh
+def test_models_that_differ_are_named_whatever_they_are_for(tmp_path):
+    for i in range(2):
+        tiny.model(tmp_path / f"{i}/settings", rms_norm_eps=10.0 ** (i - 6))
+        tiny.model(tmp_path / f"{i}/weights", seed=i)
+    first = jobs.run([PROGRAM, "find_others", str(tmp_path)], 2, tmp_path / "logs")
+    for what, said in json.loads(first.split("RESULT ")[1]).items():
+        named = what.partition(" ")[0]
+        assert said.startswith(f"processes: all need the same {named} in {tmp_path}/0/{named}, got different"), said
+        assert ("config.json.rms_norm_eps is 1e-05 in process 1, 1e-06 in" in said) == (named == "settings"), said
 
 
 @pytest.mark.long

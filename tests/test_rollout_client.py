@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import datetime
 import email.utils
 import gzip
@@ -138,6 +139,8 @@ def bad(change):
         (lambda meta: meta["weight_versions"][0].update(end=10**12), "without gap or overlap, up to 2 tokens"),
         (lambda meta: meta["weight_versions"][0].update(end="2"), "lacks what a single request returns"),
         (lambda meta: meta.update(lora_path=5), "a text must be a string, got 5"),
+        (lambda meta: meta.update(id="of-another"), "must be to request '[0-9a-f]{32}', got one to 'of-another'"),
+        (lambda meta: meta.update(id=5), "got one to 5"),
     ],
 )
 def test_an_inconsistent_answer_is_refused(change, message):
@@ -147,6 +150,26 @@ def test_an_inconsistent_answer_is_refused(change, message):
             with pytest.raises(RuntimeError, match=message) as error:
                 await fleet.generate([1])
             assert str(error.value).startswith(f"{a.url}/generate: ") and "\n" not in str(error.value)
+
+    run(main)
+
+
+def test_each_request_has_a_name_of_its_own_and_takes_no_answer_to_another():
+    async def named(request, body):
+        answer = reply([], [], [], "length")
+        answer["meta_info"] |= {"id": body["rid"], "input_token_logprobs": [[None, 5, None]]}
+        return aiohttp.web.json_response(answer)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            other = reply([], [], [], "length")
+            other["meta_info"]["id"] = "of-another"
+            a.script = [answers(200, other), named, named]
+            with pytest.raises(RuntimeError, match="got one to 'of-another'"):
+                await fleet.read([5])
+            await fleet.read([5])
+            await fleet.generate([5])
+            assert len({body["rid"] for body in a.generated()}) == 3
 
     run(main)
 
@@ -798,6 +821,43 @@ def test_a_server_started_with_the_pushed_version_is_only_verified(tmp_path):
                 assert "/update_weights_from_disk" in controls(c)
                 await push_weights(fleet, tmp_path, V1)
                 assert controls(a) == ["/weights_checker", *PUSH]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "now, dtype, stored, taken",
+    [
+        ({"norm": "b", "o": "y"}, "float32", "F32", True),
+        ({"norm": "b", "o": "x"}, "float32", "F32", False),  # half of it was loaded
+        ({"norm": "a", "o": "x"}, "auto", "BF16", False),  # nothing
+        ({"norm": "a", "o": "x"}, "bfloat16", "F32", True),  # which it rounds
+        ({"norm": "a"}, "float32", "F32", False),
+        ({}, "float32", "F32", True),
+    ],
+)
+def test_tensors_that_a_push_changed_must_have_changed_on_the_server(tmp_path, now, dtype, stored, taken):
+    """A server with fused tensors has nothing else to be compared with if it is the only one."""
+    holds = lambda sums: answers(200, {"success": True, "ranks": [{"checksums": {"qkv": "0", **sums}}]})
+    for v, sums in enumerate(({"q": "0", "norm": "1", "o": "2"}, {"q": "3", "norm": "4", "o": "5"})):
+        (tmp_path / str(v)).mkdir()
+        tensors = {name: {"dtype": stored, "shape": [1], "xxh3_128": x} for name, x in sums.items()}
+        (tmp_path / str(v) / "manifest.json").write_text(json.dumps({"tensors": tensors}))
+
+    async def main():
+        async with serving(V1) as a:
+            a.refuse["/server_info"] = answers(200, {"dtype": dtype, "quantization": None})
+            async with client.connect([a.url], timeouts=dataclasses.replace(client.TIMEOUTS, push_attempts=1)) as fleet:
+                a.refuse["/weights_checker"] = holds({"norm": "a", "o": "x"} if now else {})
+                await push_weights(fleet, tmp_path / "0", V1)
+                a.refuse["/weights_checker"] = holds(now)
+                if taken:
+                    await push_weights(fleet, tmp_path / "1", V2)
+                    return
+                kept = [name for name in ("norm", "o") if now.get(name) in ("a", "x")]
+                wanted = f"reports {V2}, but {len(kept)} tensors are those of .*, first {kept[0]}: it answered"
+                with pytest.raises(RuntimeError, match=wanted):
+                    await push_weights(fleet, tmp_path / "1", V2)
 
     run(main)
 

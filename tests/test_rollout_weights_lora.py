@@ -1,17 +1,20 @@
 """Versions that are LoRA adapters: which servers accept them, their base, and which stay loaded."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 import virtual
 
+from areax.rollout.errors import ServerError
 from areax.rollout.servers.labels import read_label
 from areax.rollout.servers.server import Server
 from areax.rollout.servers.sglang import SGLang
 from areax.rollout.servers.sglang_answers import adapter_refusal
+from areax.rollout.servers.types import Part, Probe, Published
 from areax.rollout.simulation import clock
-from areax.rollout.weights import lora
+from areax.rollout.weights import lora, verify
 
 ABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"], "max_loaded_loras": None}
 
@@ -48,6 +51,70 @@ def test_adapters_name_their_base(tmp_path):
     (base / "manifest.json").write_text('{"version": 1}')
     with pytest.raises(ValueError, match=f"belong to the base {label}, but .*base is 1-"):
         lora.published(path, "1-00000000")
+
+
+def test_an_adapter_of_the_same_name_from_another_folder_is_replaced():
+    network = virtual.Network()
+    url = network.start(0.01)
+    engine = network.servers[url]
+    engine.weights = engine.label = base = f"{virtual.BASE}00000000"
+    name = "1-11111111"
+    server = Server(SGLang(url, network), [base], base=base)
+    version = Published("mine", name, Published("base", base))
+
+    async def main():
+        engine.adapters[name] = "of another run"
+        await lora.load(server, version, version.base, "retract")
+        assert engine.adapters == {name: "mine"} and server.label == name
+        engine.faults["/load_lora_adapter"] = "refuse"  # it is not loaded twice
+        await lora.load(server, version, version.base, "retract")
+        assert engine.adapters == {name: "mine"} and server.adapters == [name]
+
+    clock.run(asyncio.wait_for(main(), 10))
+
+
+@pytest.mark.parametrize(
+    "trainer, server, refused",
+    [
+        ([-1.1, -2.1], [-1.01, -2.02], True),  # still the version before
+        ([-1.1, -2.1], [-1.1, -2.1], False),
+        ([-1.1, -2.1], [-1.03, -2.05], False),  # by its rounding
+        ([-1.001, -2.0], [-1.01, -2.02], False),  # a step that rounding may hide
+    ],
+)
+def test_log_probabilities_of_the_probe_must_move_as_the_trainers_do(trainer, server, refused):
+    """A server has no checksums of adapters."""
+    here = Server(SGLang("http://a", virtual.Network()), ["default"])
+
+    def probe(known, theirs):
+        part = Part([], [], [], "length", "", {}, inputs=[[None, 5], *([x] for x in theirs)])
+        return verify.probe_difference(here, Probe((5, 6, 7), tuple(known), 0.2), part)
+
+    assert probe([-1.0, -2.0], [-1.01, -2.02]) == pytest.approx(0.015)
+    if not refused:
+        probe(trainer, server)
+        return
+    with pytest.raises(ServerError, match=r"http://a: .* by 0.1 nats per token, got 0: it answered"):
+        probe(trainer, server)
+    probe(trainer, trainer)  # loaded again
+
+
+def test_an_adapter_that_fails_the_probe_is_loaded_again():
+    network = virtual.Network()
+    url = network.start(0.01)
+    engine = network.servers[url]
+    engine.weights = engine.label = base = f"{virtual.BASE}00000000"
+    server = Server(SGLang(url, network), [base], base=base)
+
+    async def main():
+        for known in (-9.0, -1.0):  # an adapter of version 1 answers with -1
+            probe = Probe((5, 6, 7), (known, known), 0.2)
+            version = Published("mine", "1-11111111", Published("base", base), probe=probe)
+            with pytest.raises(ServerError) if known == -9.0 else contextlib.nullcontext():
+                await lora.load(server, version, version.base, "retract")
+            assert [*engine.adapters] == server.adapters == ([] if known == -9.0 else ["1-11111111"])
+
+    clock.run(asyncio.wait_for(main(), 10))
 
 
 def test_unused_adapters_are_unloaded():

@@ -121,6 +121,7 @@ def test_the_request_and_its_retries():
     (logp, ids, top), bodies = against(busy, scripted.hangs_up, good)
     np.testing.assert_array_equal(logp, [0, -1.5, -0.25])
     assert ids.shape == top.shape == (3, 0)
+    assert all(len(body.pop("rid")) == 32 for body in bodies)
     assert bodies == [
         {
             "input_ids": [5, 6, 7], "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},

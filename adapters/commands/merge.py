@@ -31,7 +31,7 @@ def merge(
       files: how it is written.
 
     Raises:
-      ValueError: the base is not there or is another model, or as `peft.load`.
+      ValueError: the base is not there or is another model; a merged number is not finite; or as `peft.load`.
     """
     base = base_of(adapter, base)
     config, params, _ = hf.mapped(base, dtype=None)
@@ -65,12 +65,19 @@ def joined(config, params, adapters, spec: lora.Lora):
     def one(leaf: param.Leaf, w):
         if not isinstance(w, param.LoRAWeight):
             return w
-        return hf.Deferred(functools.partial(_merged, w, spec.base), leaf.shape, np.dtype(w.weight.dtype))
+        return hf.Deferred(functools.partial(_merged, leaf.path, w, spec.base), leaf.shape, np.dtype(w.weight.dtype))
 
     return param.tree_map(one, models.table(config), lora.join(params, adapters, spec))
 
 
-def _merged(w: param.LoRAWeight, kind: str):
+def _merged(name: str, w: param.LoRAWeight, kind: str):
+    """The weight `name` with its adapter; raises ValueError if a sum is too large for its dtype."""
     weight = jnp.asarray(w.weight.read() if isinstance(w.weight, hf.Mapped) else w.weight)
     narrow = weight if kind == "stored" else jax.jit(quantised.quantise, static_argnums=1)(weight, kind)
-    return param.merged(dataclasses.replace(w, weight=narrow))
+    whole = param.merged(dataclasses.replace(w, weight=narrow))
+    if bad := safetensors.count_nonfinite(np.asarray(whole)):
+        raise ValueError(
+            f"merge: {name} with its adapters has {bad} of {whole.size} numbers that {whole.dtype} does not hold; use "
+            "other adapters, or a base in a wider dtype"
+        )
+    return whole

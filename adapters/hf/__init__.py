@@ -6,7 +6,16 @@ there is never a second copy of a model.
 """
 
 from ...rollout.servers.labels import MANIFEST
-from .config_files import json_bytes, loaded_config, read_config, read_json, save_dtype, tokenizer_in, with_ends
+from .config_files import (
+    json_bytes,
+    loaded_config,
+    read_config,
+    read_json,
+    save_dtype,
+    settings,
+    tokenizer_in,
+    with_ends,
+)
 from .lazy import Cast, Deferred, Mapped, cast
 from .manifests import compare, verify
 from .matching import HEADS, SCALAR, check_tensor, complaint, equal
@@ -19,5 +28,5 @@ __all__ = [
     "HEADS", "MANIFEST", "SCALAR", "Cast", "Deferred", "Mapped", "cast", "check", "check_tensor", "compare",
     "complaint", "copied", "equal", "fingerprint", "from_tensors", "host_copy", "json_bytes", "load", "loaded_config",
     "manifest", "mapped", "mapped_mtp", "mapped_tensors", "on_host", "place", "read_config", "read_json", "save",
-    "save_dtype", "tensors_of", "to_tensors", "tokenizer_in", "verify", "with_ends", "write_published",
+    "save_dtype", "settings", "tensors_of", "to_tensors", "tokenizer_in", "verify", "with_ends", "write_published",
 ]  # fmt: skip

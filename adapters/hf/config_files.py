@@ -37,6 +37,12 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def settings(path: str | os.PathLike) -> dict[str, dict]:
+    """{file: its content} of the JSON files that say how a checkpoint's weights are used; raises as `read_json`."""
+    files = (Path(path) / name for name in ("config.json", "generation_config.json", *passed.PROCESSOR_FILES))
+    return {file.name: read_json(file) for file in files if file.is_file()}
+
+
 def json_bytes(value: dict) -> bytes:
     """Serialises an object as `save` does."""
     return (json.dumps(value, indent=2) + "\n").encode()

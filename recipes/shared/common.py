@@ -86,19 +86,18 @@ def open_model(
       vision: as `vision.decided` gives it; "auto" = without the vision tower, if the model has one.
 
     Raises:
-      ValueError: the model has no vision tower to load, or weights are random; processes of the job find different
-        weights.
+      ValueError: the model has no vision tower to load, or weights are random; or as `check_same`.
     """
     if init == "checkpoint":
         path = hub.folder(path, weights=True)
         check_weights(path)
-        if jax.process_count() > 1:
-            agreement.same(f"weights in {path}", **hf.fingerprint(path))
+        check_same(path)
         with terminal.loading(path, said(hf.read_config(path), vision)):
             config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto")
         return with_tower(config, vision), params
     if vision != "auto":
         raise ValueError("--init random draws the text model alone, which reads no images; train from a checkpoint")
+    check_same(hub.folder(path), weights=False)
     config = models.text_only(hf.read_config(hub.folder(path)))  # nothing draws a wrapper's other parts
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
@@ -118,6 +117,14 @@ def check_weights(path: str) -> None:
             f"--model {path}: needs weights, model.safetensors or {safetensors.INDEX}, got neither; or start from new "
             "ones with --init random"
         )
+
+
+def check_same(path: str, *, weights: bool = True) -> None:
+    """Raises ValueError if processes of the job find different settings, or weights, in a model's directory."""
+    if jax.process_count() > 1:
+        agreement.same(f"settings in {path}", **hf.settings(path))
+        if weights:
+            agreement.same(f"weights in {path}", **hf.fingerprint(path))
 
 
 def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
@@ -151,8 +158,8 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, visi
       vision: the student's tower, if the student reads images; the teacher then reads them, too.
 
     Raises:
-      ValueError: a token of the student has another id in the teacher's tokenizer, or none; or images are other patches
-        for the teacher.
+      ValueError: a token of the student has another id in the teacher's tokenizer, or none; images are other patches
+        for the teacher; or as `check_same`.
     """
     ids = tokenizer.load(path).get_vocab()
     for token, i in tokens.get_vocab().items():
@@ -162,6 +169,7 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, visi
                 f"of {i}; choose a teacher of the same family"
             )
     folder, dtype = hub.folder(path, weights=True), run.dtype or models.default_dtype(jax.default_backend())
+    check_same(folder)
     with terminal.loading(folder):
         config, params = hf.load(folder, dtype=dtype, mesh=on, vision=vision is not None)
     for name in SEEN if vision else ():

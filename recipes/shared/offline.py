@@ -319,7 +319,7 @@ def fit(
                 for i in range(start, config.steps):
                     ordinals = range(i * config.batch, (i + 1) * config.batch)
                     batch = packed(prompts, ordinals)
-                    agreement.same(f"rows of step {i + 1}", tokens=batch.token_BT, learnt=batch.mask_BT)
+                    agreement.same(f"rows of step {i + 1}", batch=batch)
                     overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
                     # of several processes each waits here for the step before
                     stopped, overdue = processes.anyone(stop.asked, overdue)

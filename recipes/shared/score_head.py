@@ -39,15 +39,17 @@ def open_model(options, head: models.ScoreHead, tokens, mesh: jax.sharding.Mesh)
       head: the new one; as many labels must its own have.
 
     Raises:
-      ValueError: as `settings`; or rows have images.
+      ValueError: as `settings` and `common.check_same`; or rows have images.
     """
     if options.vision != "auto":
         raise ValueError(f"--model: reward models read no images, got --vision {options.vision}, or rows with images")
     if options.init == "random":
+        common.check_same(hub.folder(options.model), weights=False)
         config = padded(settings(models.text_only(hf.read_config(hub.folder(options.model))), head), tokens)
         return config, common.draw(models.table(config), options.seed, mesh)
     path = hub.folder(options.model, weights=True)
     common.check_weights(path)
+    common.check_same(path)
     config = padded(settings(hf.loaded_config(path, hf.HEADS, head), head), tokens)
     with terminal.loading(path):
         params = hf.load(path, mesh=mesh, init_missing=hf.HEADS, score_head=head)[1]

@@ -126,6 +126,7 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
     if options.model:
         vocab = settings.vocab
         path = hub.folder(options.model, weights=True)
+        common.check_same(path)
         with terminal.loading(path):
             settings, params = hf.load(path, mesh=mesh)
         if settings.vocab != vocab:

@@ -154,7 +154,8 @@ def load(path: str, share: Share, options: EngineOptions, *, dtype: str, version
     dtype = known_dtype(dtype)
     config, params, checksums = read_weights(path, dtype, sees=blind(path) is None)
     agreement.same(
-        "options and weights", dtype=dtype, options=options, version=version, seed=seed, weights=checksums
+        "options and weights", dtype=dtype, options=options, version=version, seed=seed, weights=checksums,
+        **hf.settings(path),
     )  # fmt: skip
     service = prepare(path, options, config, params, checksums, dtype=dtype, version=version, seed=seed)
     hosts.connect(service, share)
@@ -214,7 +215,7 @@ def prepare(
     options = _within(options, config)
     if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
         params = {**params, "mtp": predictor}
-    agreement.same("layer for multi-token prediction", mtp="mtp" in params)
+    agreement.same("layer for multi-token prediction, and ends of answers", mtp="mtp" in params, ends=config.eos)
     processor = images.load(path) if config.vision else None
     if processor:
         processor.check(config.vision)

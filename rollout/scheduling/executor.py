@@ -75,6 +75,7 @@ class Executor:
         batches: int | None = None,
         cursor: Mapping[str, Any] | None = None,
         vocabulary: int | None = None,
+        experts: int | None = None,
     ):
         """
         Args:
@@ -94,6 +95,7 @@ class Executor:
           batches: of the whole run, if known: nothing is generated beyond them.
           cursor: the position of an earlier run to resume; its open prompts come first.
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
+          experts: number of its experts in a layer, likewise.
         """
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -111,7 +113,8 @@ class Executor:
         self.workflow, self.generate, self.prompts = workflow, generate, prompts
         self.group_size, self.groups_per_batch, self.eta = group_size, groups_per_batch, eta
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
-        self.batches, self.oversample, self.vocabulary = batches, oversample, vocabulary
+        self.batches, self.oversample = batches, oversample
+        self.vocabulary, self.experts = vocabulary, experts
         self._version: int | None = None  # admitted by all servers
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
         self._open: deque[int] = deque()  # prompts to admit before `_next`

@@ -14,7 +14,7 @@ from ..errors import ServerError
 from . import concurrency, gauges, prefix_routing
 from .endpoint import Unreached
 from .sglang import SGLang
-from .types import Published, Staged, State
+from .types import Probe, Published, Staged, State
 
 
 class Stager(Protocol):
@@ -51,6 +51,8 @@ class Server:
       prepare: of a server in this process: stages a version, (label, weights), next to the current one, before the
         trainer donates its arrays; returns what `handover` takes.
       has_checksums: it may report checksums of its weights.
+      proved: the tensors in the manifest of the newest version whose checksums it has proved, and these, by rank.
+      probed: the newest probe that it has passed, and its own log-probabilities of it; None = none yet.
       fresh: this run started it with the weights of `label` and has not pushed to it since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
       state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
@@ -85,6 +87,8 @@ class Server:
     handover: Handover | None = None
     prepare: Callable[[str, Any], Any] | None = None
     has_checksums: bool = True
+    proved: tuple[dict[str, dict], list[dict[str, str]]] = field(default_factory=lambda: ({}, []))
+    probed: tuple[Probe, list[float]] | None = None
     fresh: bool = False
     weights_verified: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"

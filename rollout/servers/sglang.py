@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -217,16 +218,17 @@ class SGLang(Endpoint):
             them without their shape.
           adapter: the adapter to use; "" = none.
           cache_key: requests with different keys share no cached prefix.
-          rid: a name for `abort`; "" = the server's choice.
+          rid: a name for `abort`, which no other request has; "" = a random one.
           on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
 
         Raises:
           Unreached, Broken: as `Endpoint.call`.
-          ServerError: an answer that breaks the contract; the server reads another number of tokens in the images.
+          ServerError: an answer that breaks the contract, or to another request; the server reads another number of
+            tokens in the images.
           ValueError: the server refused the request.
         """
         prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt(prompt)
-        body = _body(prompt, sampling, adapter, cache_key) | ({"rid": rid} if rid else {})
+        body = _body(prompt, sampling, adapter, cache_key, rid)
         if experts_per_token:
             body["return_routed_experts"] = True
         asked = sampling.get("max_new_tokens", LONGEST)
@@ -245,7 +247,7 @@ class SGLang(Endpoint):
             answer = await self.call("POST", "/generate", body, most=most)
         else:
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
-        part = self._part(answer, experts_per_token)
+        part = self._part(answer, body["rid"], experts_per_token)
         self._check_number(part.tokens, asked)
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
         if prompt.images and read != sent:
@@ -284,7 +286,7 @@ class SGLang(Endpoint):
             body["top_logprobs_num"] = int(top_k)
         most = BESIDES + len(tokens) * (1 + top_k) * A_TOKEN
         answer = await self.call("POST", "/generate", body, timeout_s=timeout_s, most=most)
-        return self._part(answer, generated=False)
+        return self._part(answer, body["rid"], generated=False)
 
     async def texts(self, tokens: Sequence[int], *, timeout_s: float = 60.0) -> list[str]:
         """The text of each token by itself, for the server's tokenizer.
@@ -311,24 +313,33 @@ class SGLang(Endpoint):
                 f"{self.url}/generate: an event lacks the tokens so far ({answers.described(error)})"
             ) from error
 
-    def _part(self, answer: Mapping[str, Any], experts_per_token: int = 0, *, generated: bool = True) -> Part:
+    def _part(self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True) -> Part:
         try:
-            return answers.part(answer, experts_per_token, generated, self.vocabulary)
+            part = answers.part(answer, experts_per_token, generated, self.vocabulary)
         except answers.MALFORMED as error:
             raise ServerError(
                 f"{self.url}/generate: the answer lacks what a single request returns ({answers.described(error)})"
             ) from error
         except ServerError as error:
             raise ServerError(f"{self.url}/generate: {error}") from error
+        if (name := part.info.get("id")) not in (None, rid):
+            raise ServerError(
+                f"{self.url}/generate: the answer must be to request {rid!r}, got one to {name!r:.80}; look for a "
+                "proxy that mixes up answers, or repeats them"
+            )
+        return part
 
 
-def _body(prompt: TokensPrompt, sampling: Mapping[str, Any], adapter: str, cache_key: str) -> dict[str, Any]:
+def _body(
+    prompt: TokensPrompt, sampling: Mapping[str, Any], adapter: str, cache_key: str, rid: str = ""
+) -> dict[str, Any]:
     params = {("sampling_seed" if name == "seed" else name): value for name, value in sampling.items()}
     return {
         "input_ids": prompt.short(),
         **({"image_data": prompt.data()} if prompt.images else {}),
         "sampling_params": params,
         "return_logprob": True,
+        "rid": rid or secrets.token_hex(16),
         **({"extra_key": cache_key} if cache_key else {}),
         **({"lora_path": adapter} if adapter else {}),
     }

@@ -70,7 +70,9 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     label = weights.label
     now = asyncio.get_running_loop().time
     begun = now()
-    if label not in await server.api.adapters():
+    if (there := (await server.api.adapters()).get(label)) != directory:
+        if there is not None:  # loaded by another run, or by this one before it was killed, from files that may be gone
+            await server.api.unload_adapter(label)
         await server.api.load_adapter(label, directory)
         if (where := (await server.api.adapters()).get(label)) != directory:
             raise ServerError(f"{server.url}: lists {where!r} for adapter {label}, which was loaded from {directory}")
@@ -78,7 +80,12 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     difference = None
     if weights.probe:
         answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=full_load.PROBE_S)
-        difference = verify.probe_difference(server, weights.probe, answer)
+        try:
+            difference = verify.probe_difference(server, weights.probe, answer)
+        except ServerError:
+            with contextlib.suppress(ServerError, ValueError):
+                await server.api.unload_adapter(label)  # else the next attempt would find it loaded
+            raise
     if label not in server.adapters:
         server.adapters.append(label)
     server.labels.append(label)

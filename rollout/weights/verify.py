@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ServerError
@@ -15,10 +16,15 @@ from ..servers.labels import MANIFEST
 from ..servers.server import Server
 from ..servers.types import Part, Probe, Published
 
+MOVED = 0.02  # nats per token, beyond what rounding weights and logits to bf16 may hide
+# The dtypes of /server_info as files name them. SGLang's "auto" keeps bf16, and rounds fp32.
+STORED = {"auto": "BF16", "bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
+
 
 def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, str]]) -> None:
     """Compares the server's checksums with the manifest's if they cover the same tensors, else with those of the first
-    verified server of the same layout. A server that reports none passes.
+    verified server of the same layout, and with its own of the version before: what changed in the manifest must have
+    changed there. A server that reports none passes.
 
     Args:
       ranks: what `SGLang.checksums` returned.
@@ -28,7 +34,13 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
     if not ranks:
         server.has_checksums = False
         return
-    wanted = _manifest(weights.directory)
+    entries = _entries(weights.directory)
+    wanted = {name: entry["xxh3_128"] for name, entry in entries.items()}
+    if kept := _kept(server, entries, ranks):
+        raise ServerError(
+            f"{server.url}: reports {weights.label}, but {len(kept)} tensors are those of the version that it had "
+            f"before, first {kept[0]}: it answered a push with success and did not load them; read its log"
+        )
     if ranks[0].keys() == wanted.keys():
         differ = [name for name in wanted if ranks[0][name] != wanted[name]]
         source = "the manifest"
@@ -43,29 +55,64 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
         raise ServerError(
             f"{server.url}: reports {weights.label}, but {len(differ)} tensors differ from {source}, first {differ[0]}"
         )
+    if entries:
+        server.proved = entries, ranks
 
 
-def _manifest(directory: str) -> dict[str, str]:
+def _kept(server: Server, entries: dict[str, dict], ranks: list[dict[str, str]]) -> list[str]:
+    """The tensors that changed since the version before, by the manifests, and did not on the server.
+
+    Only those count that the server holds under the name and in the dtype of the files: to round, or to join them with
+    others, may undo a change. Of a tensor that is split over ranks at least one part must have changed.
+    """
+    before, ranks_before = server.proved
+    dtype, quantization, *_ = json.loads(server.layout or "[null, null]")
+    if quantization or len(ranks) != len(ranks_before):
+        return []
+    stored = lambda name: entries[name].get("dtype", "") == STORED.get(str(dtype))
+    changed = [name for name in entries if name in before and entries[name] != before[name] and stored(name)]
+    held = lambda of_ranks, name: [rank.get(name) for rank in of_ranks]
+    return [name for name in changed if any(held(ranks, name)) and held(ranks, name) == held(ranks_before, name)]
+
+
+def _entries(directory: str) -> dict[str, dict]:
     path = Path(directory) / MANIFEST
     manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
-    return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
+    return manifest.get("tensors", {})
 
 
 def probe_difference(server: Server, known: Probe, part: Part) -> float:
     """The mean absolute difference between the server's and the trainer's log-probabilities of a known prompt.
 
+    They must also have moved since the version before: one small step is within any tolerance.
+
     Args:
       part: what `SGLang.read` returned for that prompt.
 
-    Raises ServerError if it exceeds the tolerance.
+    Raises ServerError if it exceeds the tolerance, or the server's have not moved as the trainer's have.
     """
     theirs = [row[0] for row in part.inputs][1:]
     if len(theirs) != len(known.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
         raise ServerError(f"{server.url}: returns no log-probabilities for the probe of {len(known.tokens)} tokens")
-    difference = sum(abs(a - b) for a, b in zip(theirs, known.logp, strict=True)) / len(theirs)
+    difference = _apart(theirs, known.logp)
     if not difference <= known.tolerance:
         raise ServerError(
             f"{server.url}: log-probabilities of the probe must be within {known.tolerance:g} nats per token of the "
             f"trainer's, got {difference:.3g}: its weights are not those it reports, or it computes differently"
         )
+    if server.probed and server.probed[0].tokens == known.tokens:
+        before, theirs_before = server.probed
+        moved, there = _apart(known.logp, before.logp), _apart(theirs, theirs_before)
+        if moved > MOVED and there < moved / 10:
+            raise ServerError(
+                f"{server.url}: log-probabilities of the probe must move from version to version as the trainer's do, "
+                f"by {moved:.3g} nats per token, got {there:.3g}: it answered a push with success and did not load it; "
+                "read its log"
+            )
+    server.probed = known, theirs
     return difference
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The mean absolute difference."""
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
