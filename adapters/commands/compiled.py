@@ -89,6 +89,8 @@ def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
         pipe.send(("found", dataclasses.asdict(compiled(spec, chip))))
     except ValueError as error:
         pipe.send(("refused", str(error)))
+    except (RuntimeError, ImportError) as error:  # of a compiler that does not start, or not with this JAX
+        pipe.send(("refused", f"--compile: {chip}'s compiler fails: {' '.join(str(error).split())[:300]}"))
 
 
 def compiled(spec: aot.Step, chip: str) -> Compiled:

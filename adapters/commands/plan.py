@@ -12,6 +12,7 @@ from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS, Chip
 from ...parallel.planner.figures import USABLE, Figure
 from ..command_line import options as grouped
+from ..tracking import progress
 from . import aot, compiled, jobs
 
 FIRST_OPTIONS = (
@@ -112,7 +113,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
     fits = planned.fits
     if options.compile:
         names = "policy" if generation else "model", "critic"
-        found = {name: compiled.check(one, options.chip) for name, one in zip(names, made.steps, strict=False)}
+        found: dict[str, compiled.Compiled] = {}
+        for name, one in zip(names, made.steps, strict=False):
+            with progress.phase(f"compiling the {name}'s step for {options.chip}"):
+                found[name] = compiled.check(one, options.chip)
         checked["compiled"] = {name: asdict(one) for name, one in found.items()}
         fits &= all(not one.problem and one.peak_bytes <= USABLE * chip.memory for one in found.values())
     return {
