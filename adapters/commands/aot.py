@@ -32,7 +32,7 @@ from ...rollout.types import supervised
 from .. import hf
 
 # The code never runs, so it need not be fast; shardings are decided before code generation.
-CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 PATCHES = {"patch", "patch_frame", "patch_place", "patch_window"}  # arrays of images with an entry for each patch
 MODEL_READS = {"token_BT", "index_BT", "segment_BT"}  # and position_BT if a layer has positions
 KINDS = {"input": "_BT", "target": "_BT", "component": "_BJ", "scalars": ""}  # of a Batch's dictionaries of arrays

@@ -92,7 +92,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
     made = jobs.made(config, chip, **known)
     job, generation, (step, *critics) = made.job, made.generation, made.steps
     planned = plans.plan(job, chip, generation=generation, push_itemsize=made.itemsize)
-    figures, checked, beside = list(planned.figures), {}, jobs.beside(made, chip)
+    figures, beside = list(planned.figures), jobs.beside(made, chip)
+    checked: dict[str, Any] = {}
     trains = plans.device_bytes(job, *beside) <= USABLE * chip.memory
     suggested = remedies.fitting(job, chip, *beside)
     if trains:
@@ -113,12 +114,12 @@ def plan(config: Any, options: Options = Options()) -> dict:
     fits = planned.fits
     if options.compile:
         names = "policy" if generation else "model", "critic"
-        found: dict[str, compiled.Compiled] = {}
+        steps: dict[str, compiled.Compiled] = {}
         for name, one in zip(names, made.steps, strict=False):
             with progress.phase(f"compiling the {name}'s step for {options.chip}"):
-                found[name] = compiled.check(one, options.chip)
-        checked["compiled"] = {name: asdict(one) for name, one in found.items()}
-        fits &= all(not one.problem and one.peak_bytes <= USABLE * chip.memory for one in found.values())
+                steps[name] = compiled.check(one, options.chip)
+        checked["compiled"] = {name: asdict(one) for name, one in steps.items()}
+        fits &= all(not one.problem and one.peak_bytes <= USABLE * chip.memory for one in steps.values())
     return {
         "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
         "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
