@@ -121,7 +121,7 @@ def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str
 
 
 def _forms(sample) -> dict[str, str]:
-    """Kind, type and shape of a sample's arrays, but for the tokens' axis; floats of any width are packed together."""
+    """Kind, type and shape of a sample's arrays, but for the tokens' axis; floats are packed as the widest of them."""
     type_of = lambda x: "float" if x.dtype.kind == "f" else str(x.dtype)
     return {name: " ".join([kind, type_of(x), *map(str, x.shape[1:])]) for name, (kind, x) in sample.arrays.items()}
 
@@ -144,8 +144,9 @@ def _filled(
     label, component = empty(J, np.nan, np.float32), {name: empty(J, np.nan, np.float32) for name in components}
     seg_length = empty(J, 0, np.int32)
     extra: dict = {"input": {}, "target": {}}
+    dtypes = trie_packing.dtypes(samples)
     for name, (kind, x) in samples[0].arrays.items():
-        extra[kind][name] = empty(T, 0, x.dtype, x.shape[1:])
+        extra[kind][name] = empty(T, 0, dtypes[name], x.shape[1:])
     number = {name: _dense([getattr(s, name) for s in samples]) for name in ("group", "prompt", "rollout")}
     pairs = _dense([s.pair for s in samples])
 

@@ -142,14 +142,19 @@ def places(
     return Trie(first, parent, until, place, align, tuple(apart))
 
 
+def dtypes(samples: Sequence) -> dict[str, np.dtype]:
+    """{name: dtype in which the samples' arrays of that name are packed}: one that holds all of their numbers."""
+    return {name: np.result_type(*{s.arrays[name][1].dtype for s in samples}) for name in sorted(samples[0].arrays)}
+
+
 def _sorted(samples: Sequence, apart: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """Samples in depth-first order, those of a pair together, and the tokens that each shares with the one before.
 
     Tokens are shared while they and the values of all extra arrays there agree to the bit, as they are packed, by
     samples on the same side of each length in `apart`.
     """
-    dtypes = {name: x.dtype for name, (_, x) in sorted(samples[0].arrays.items())}
-    keys = [_bytes(s, dtypes, sum(len(s.tokens) > length for length in apart)) for s in samples]
+    own = dtypes(samples)
+    keys = [_bytes(s, own, sum(len(s.tokens) > length for length in apart)) for s in samples]
     texts = [key.tobytes() for key in keys]
     units: dict = {}
     for i in sorted(range(len(samples)), key=texts.__getitem__):

@@ -179,7 +179,7 @@ def test_the_path_forks_where_an_extra_array_differs(count, seed):
 
 
 def test_samples_are_compared_as_they_are_packed():
-    """In the dtypes of the first sample's arrays, and token ids as i32."""
+    """In the widest dtype of the samples' arrays, and token ids as i32."""
     rng = np.random.default_rng(0)
     kinds = (np.float32, np.int32), (np.float64, np.int64), (np.float16, np.uint8)
     samples = [

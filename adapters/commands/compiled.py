@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 
+from ... import __version__
 from ...parallel import mesh as meshes
 from ...parallel.planner import targets
 from ..runtime import compile_cache
@@ -101,7 +103,8 @@ def compiled(spec: aot.Step, chip: str) -> Compiled:
     lowered = aot.lower(spec, on)
     file = _file(lowered.as_text(), chip, platform)
     if file and file.is_file():
-        return Compiled(**json.loads(file.read_text()))
+        with contextlib.suppress(ValueError, TypeError):  # damaged, or of another version of areax
+            return Compiled(**json.loads(file.read_text()))
     try:
         made = lowered.compile(dict(targets.OPTIONS[platform]))
     except jax.errors.JaxRuntimeError as error:
@@ -119,7 +122,7 @@ def _file(text: str, chip: str, platform: str) -> Path | None:
     folder = compile_cache.made("compiled")
     if folder is None:
         return None
-    known = [text, chip, jax.__version__, repr(targets.OPTIONS[platform]), targets.version(platform)]
+    known = [__version__, text, chip, jax.__version__, repr(targets.OPTIONS[platform]), targets.version(platform)]
     return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
 
 

@@ -142,7 +142,7 @@ def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:
     """Resolves "auto" by platform and checks the kernel.
 
     Raises:
-      ValueError: the kernel does not support JAX's default backend or these sizes.
+      ValueError: the kernel does not support the mesh's platform or these sizes.
     """
     here, rows = hardware.platform(), len(plan.pair_R) // len(plan.expert_S)
     if kernel == "auto":

@@ -52,6 +52,7 @@ def same(config: Any, tokens: Any, *, frozen: bool, quiet: bool) -> dict[str, st
 
     Raises:
       ValueError: as `check`; in all processes.
+      ServerError: a served teacher does not answer, as `client.connect`.
     """
     found: dict[str, str] = {}
     with processes.failing_together(lambda: None):
@@ -161,17 +162,21 @@ def _rules(tokens: Any, encoded: Iterable[list[int]]) -> list:
 def _code(path: str) -> list[str]:
     """Hashes of the file that an object path names, and of those that it imports, directly or not.
 
-    Of a command it is the hash of the text files that it names. There are none of areax's own code.
+    Of a command it is the first text file that it names: those behind it may be its results. There are none of areax's
+    own code.
     """
     if path.startswith(resolve.COMMAND):
-        named = [word for word in shlex.split(path.removeprefix(resolve.COMMAND)) if _is_text(Path(word))]
-        return [_hash(repr([hub.content(file) for file in named]))] if named else []
+        words = shlex.split(path.removeprefix(resolve.COMMAND))
+        return [hub.content(word) for word in words if _is_text(Path(word))][:1]
     place = path.rpartition(":")[0]
     files = [Path(place)] if place.endswith(".py") else [*_files(place)][-1:]
-    files = [file.resolve() for file in files if file.is_file()]
-    for file in files:  # which grows
-        files += [other for other in dict.fromkeys(_imported(file)) if other not in files]
-    return [hub.content(file) for file in files]
+    waiting = [file.resolve() for file in files if file.is_file()]
+    found = dict.fromkeys(waiting)
+    for file in waiting:  # which grows
+        new = [other for other in dict.fromkeys(_imported(file)) if other not in found]
+        found |= dict.fromkeys(new)
+        waiting += new
+    return [hub.content(file) for file in waiting]
 
 
 def _imported(file: Path) -> Iterator[Path]:
@@ -219,11 +224,14 @@ def _files(name: str, folder: Path | None = None) -> Iterator[Path]:
 
 
 def _is_text(file: Path) -> bool:
-    """Whether a path is a file, and not a program for this machine, such as an interpreter."""
-    if not file.is_file():
+    """Whether a word names a file that can be read, and not a program for this machine, such as an interpreter."""
+    try:
+        if not file.is_file():
+            return False
+        with open(file, "rb") as opened:
+            return b"\0" not in opened.read(1024)
+    except OSError:  # no name of a file, such as a program's text, or not for this user
         return False
-    with open(file, "rb") as opened:
-        return b"\0" not in opened.read(1024)
 
 
 def _content(file: Path) -> str:

@@ -145,8 +145,8 @@ def show(
     for sample, logp in traced:
         new = sample.mask
         run.sample(
-            v, kind=kind, version=v - 1 if kind == "grpo" else None, prompt=str(sample.info.get("prompt", "")),
-            text=str(sample.info.get("text", "")), reward=sample.reward, finish=sample.finish,
+            v, kind=kind, version=v - 1 if kind == "grpo" else None, prompt=sample.info.get("prompt", ""),
+            text=sample.info.get("text", ""), reward=sample.reward, finish=sample.finish,
             tokens=[tokens.decode([t]) for t in sample.tokens[new]], logp=sample.logp[new].tolist(),
             version_of_token=sample.version[new].tolist(), images=[image.hash for image in sample.images],
             **({} if logp is None else {"trainer_logp": logp[new].tolist()}),

@@ -111,7 +111,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
                 f"{max(too_long)}; raise --length, or lower --sampling.max-new-tokens or --max-prompt"
             )
         for s in kept:
-            if s.temperature != rollout.sampling.temperature:
+            if np.float32(s.temperature) != np.float32(rollout.sampling.temperature):
                 raise ValueError(
                     f"--workflow {rollout.workflow}: must sample at --sampling.temperature "
                     f"{rollout.sampling.temperature:g}, at which the trainer computes, got {s.temperature!s:.80}"

@@ -10,6 +10,7 @@ from areax.rollout import client
 from areax.rollout.errors import ServerError
 from areax.rollout.workflows import teacher
 
+START_S = 600.0  # for servers that start together with a run, which asks them first
 COMPARED = 500  # tokens, about, in addition to those that were added to the vocabulary
 
 
@@ -42,7 +43,7 @@ async def weights(teachers: Sequence[str]) -> dict[str, list]:
     """
     found: dict[str, list] = {}
     for name, urls in teacher.named(teachers).items():
-        async with client.connect(urls, key_variable=teacher.KEY) as fleet:
+        async with client.connect(urls, key_variable=teacher.KEY, ready_s=START_S) as fleet:
             for server in fleet.servers:
                 sums = await server.api.checksums()
                 what = f"weights{f' of {name}' if name else ''} in layout {server.layout}"

@@ -305,7 +305,7 @@ class Pool:
         while True:
             await asyncio.sleep(min(self.timeout_s / 10, 0.5))
             for worker in self._workers:
-                oldest = next(iter(worker.running.values()), None)
+                oldest = min(worker.suspects(), key=lambda call: call.since, default=None)
                 if oldest and clock() - oldest.since > timeout_s:
                     worker.late = oldest
                     await asyncio.to_thread(worker.kill)

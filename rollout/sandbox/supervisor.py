@@ -179,7 +179,10 @@ def share(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     except PermissionError:  # it does not let itself be looked at
-        return resident(pid)
+        try:
+            return resident(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 

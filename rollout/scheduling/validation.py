@@ -162,12 +162,19 @@ def _extra(name: Any, entry: Any, mask: np.ndarray, experts: int | None) -> tupl
         _wrong(field, f'be ("input" or "target", an array of numbers [{n}, ...])', entry)
     if name == "routed_experts":
         _within(field, array, -1, experts or 2**31, "the number of experts ")
-    most = LARGEST if array.dtype.kind == "f" else 2**31 - 1
-    _all(field, "be finite in 32 bits, or NaN", array, lambda x: np.isnan(x) | ((x <= most) & (x >= -most)))
-    learnt = array if kind == "input" else array[mask]
-    if name != "teacher_logp":  # training leaves out where it is not a number
+    if array.dtype in (np.int64, np.uint32, np.uint64):
+        _within(field, array, -(2**31), 2**31, "")
+    if array.dtype.kind == "f":
+        _all(field, "be finite in 32 bits, or NaN", array, _held)
+    if array.dtype.kind == "f" and name != "teacher_logp":  # training leaves out where it is not a number
+        learnt = array if kind == "input" else array[mask]
         _all(field, "be numbers where they are learnt from", learnt, lambda x: ~np.isnan(x))
     return kind, array
+
+
+def _held(x: np.ndarray) -> np.ndarray:
+    """Where float32 holds numbers; NaN counts."""
+    return ~np.isinf(x) if x.dtype.itemsize <= 4 else ~(np.abs(x) > LARGEST)
 
 
 def _images(value: Any) -> tuple[Image, ...]:
@@ -185,9 +192,9 @@ def _info(value: Any) -> dict[Any, Any]:
         if number is None or math.isinf(number):
             _wrong("info['episode_reward']", "be finite, or NaN", made["episode_reward"])
         made["episode_reward"] = number
-    for name in ("prompt", "text"):
+    for name in ("prompt", "text"):  # which are shown; some workflows report messages
         if not isinstance(made.get(name, ""), str):
-            _wrong(f"info[{name!r}]", "be a text", made[name])
+            made[name] = shown(made[name])
     return made
 
 
