@@ -16,7 +16,7 @@ from ..tracking import progress
 from . import aot, compiled, jobs
 
 FIRST_OPTIONS = (
-    "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "compile", "check", "json", "length",
+    "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "compile", "json", "length",
     "rows", "mesh.dp", "mesh.fsdp", "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
 )  # fmt: skip
 SLOW = 1.5  # times as long as training: generation is what a run waits for
