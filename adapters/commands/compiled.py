@@ -84,6 +84,7 @@ def check(spec: aot.Step, chip: str, limit_s: float = LIMIT_S) -> Compiled:
 
 def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu would ask the network what machine this is
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # and lock chips for this process, which uses none
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the compilers write of drivers that are not here
     jax.config.update("jax_platforms", "cpu")
