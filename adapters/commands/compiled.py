@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,12 +89,19 @@ def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the compilers write of drivers that are not here
     jax.config.update("jax_platforms", "cpu")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send(("found", dataclasses.asdict(compiled(spec, chip))))
     except ValueError as error:
         pipe.send(("refused", str(error)))
     except (RuntimeError, ImportError) as error:  # of a compiler that does not start, or not with this JAX
         pipe.send(("refused", f"--compile: {chip}'s compiler fails: {' '.join(str(error).split())[:300]}"))
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)  # a compiler does not look whether anybody waits for it
 
 
 def compiled(spec: aot.Step, chip: str) -> Compiled:
