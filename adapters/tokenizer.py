@@ -85,7 +85,7 @@ def _check_template(tokens: Any, path: str) -> None:
     the checkpoint's author, and nothing can stop it once it runs in earnest."""
     templates = tokens.chat_template or {}
     for text in templates.values() if isinstance(templates, Mapping) else [templates]:
-        if wrong := template_trial.problem(text):
+        if wrong := template_trial.problem(template.GENERATION.sub("", text)):
             raise ValueError(f"{path}: its chat template must {wrong}; use a checkpoint that you trust")
 
 

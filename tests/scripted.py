@@ -182,3 +182,17 @@ def controls(server):
 
 def states(fleet):
     return [one.state for one in fleet.servers]
+
+
+@contextlib.asynccontextmanager
+async def answering(handler):
+    """The address of a server whose every path `handler(request)` answers."""
+    app = aiohttp.web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    try:
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

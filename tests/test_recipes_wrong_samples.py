@@ -585,14 +585,8 @@ def test_no_wrong_reply_of_a_judge_is_a_reward():
 
     async def main():
         nonlocal current
-        app = aiohttp.web.Application()
-        app.router.add_post("/{path:.*}", handler)
-        runner = aiohttp.web.AppRunner(app)
-        await runner.setup()
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
-        grade = judge.judge(url, attempts=1)
-        try:
+        async with scripted.answering(handler) as url:
+            grade = judge.judge(f"{url}/v1/chat/completions", attempts=1)
             for each in replies:
                 current = each
                 try:
@@ -603,7 +597,5 @@ def test_no_wrong_reply_of_a_judge_is_a_reward():
                     continue
                 assert value is None or 0 <= value <= 1
                 assert is_number(rewards.score(value).value)
-        finally:
-            await runner.cleanup()
 
     asyncio.run(main())

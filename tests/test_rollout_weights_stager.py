@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+import scripted
 from scripted import V0, controls, run, serving, states, until
 
 from areax.rollout import client
@@ -316,17 +317,9 @@ def test_a_file_server_that_is_busy_is_asked_again_and_junk_names_it(place, monk
         return aiohttp.web.Response(status=status, body=body)
 
     async def main():
-        app = aiohttp.web.Application()
-        app.router.add_get("/{path:.*}", answer)
-        runner = aiohttp.web.AppRunner(app)
-        await runner.setup()
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with scripted.answering(answer) as url:
             with pytest.raises(RuntimeError, match=f"^{url}/1-00000000: not the answer of a file server .Exceeds the"):
                 await stager.fetch_version(place / "server", "1-00000000", url, "k")
-        finally:
-            await runner.cleanup()
 
     run(main)
     assert not said
@@ -487,17 +480,11 @@ def test_a_listing_may_arrive_late_and_in_parts_but_from_nowhere_else(monkeypatc
         return response
 
     async def main():
-        app = aiohttp.web.Application()
-        app.router.add_get("/1-00000000", parts)
-        runner = aiohttp.web.AppRunner(app)
-        await runner.setup()
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as http:
-            host, port = runner.addresses[0]
-            fetched = await stager._Fetch(http, f"http://{host}:{port}/1-00000000", {}).listing("")
+        async with scripted.answering(parts) as url, aiohttp.ClientSession() as http:
+            fetch = stager._Fetch(http, f"{url}/1-00000000", {})
+            fetched = await fetch.listing("")
             with pytest.raises(ValueError, match=r"HTTP 302: redirects to 'http://127.0.0.2/elsewhere', which is not"):
-                await stager._Fetch(http, f"http://{host}:{port}/1-00000000", {}).listing("")
-        await runner.cleanup()
+                await fetch.listing("")
         return fetched
 
     assert asyncio.run(main()) == content and len(asked) == 4

@@ -29,8 +29,7 @@ LIMIT_S = 1800.0  # for a program; the TPU compiler takes minutes for large ones
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
 OF_PALLAS = "__gpu$xla.gpu.triton", "tpu_custom_call"  # targets of the custom calls of its kernels
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(%", re.MULTILINE)
-BUFFER = re.compile(r"^\s*Size: (\S+)\n(?:.*\n){0,3}?\s*Operator: op_name=\"([^\"]*)\"", re.MULTILINE)
-LARGEST = 3  # buffers to name where memory is short
+LONGEST = 300  # characters of a compiler's error
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
     except ValueError as error:
         pipe.send(("refused", str(error)))
     except (RuntimeError, ImportError) as error:  # of a compiler that does not start, or not with this JAX
-        pipe.send(("refused", f"--compile: {chip}'s compiler fails: {' '.join(str(error).split())[:300]}"))
+        pipe.send(("refused", f"--compile: {chip}'s compiler fails: {_line(error)}"))
 
 
 def _end_with_parent() -> None:
@@ -117,7 +116,7 @@ def compiled(spec: aot.Step, chip: str) -> Compiled:
     try:
         made = lowered.compile(dict(targets.OPTIONS[platform]))
     except jax.errors.JaxRuntimeError as error:
-        return Compiled(problem=explained(str(error)), seconds=time.monotonic() - began)
+        return Compiled(problem=_line(error), seconds=time.monotonic() - began)
     found = read(made, time.monotonic() - began)
     if file:
         temporary = file.with_suffix(f".{os.getpid()}")
@@ -135,7 +134,7 @@ def _file(text: str, chip: str, platform: str) -> Path | None:
     return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
 
 
-def read(made: Any, seconds: float = 0.0) -> Compiled:
+def read(made: Any, seconds: float) -> Compiled:
     """What a jax.stages.Compiled says of itself."""
     sizes, text = made.memory_analysis(), made.as_text()
     counted = collections.Counter(kind.removesuffix("-start") for kind in INSTRUCTION.findall(text))
@@ -158,8 +157,5 @@ def _kernel(line: str) -> str:
     return named[1] if named else line.split("=")[0].strip(" %").removeprefix("ROOT %").rpartition(".")[0]
 
 
-def explained(error: str) -> str:
-    """A compiler's error in a line; where memory is short, with the largest buffers."""
-    first = " ".join(error.split("\n\n")[0].split())[:300]
-    buffers = [f"{size} {name}" for size, name in BUFFER.findall(error)[:LARGEST]]
-    return first + (f"; the largest: {', '.join(buffers)}" if buffers else "")
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:LONGEST]

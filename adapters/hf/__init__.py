@@ -7,6 +7,7 @@ there is never a second copy of a model.
 
 from ...rollout.servers.labels import MANIFEST
 from .config_files import (
+    SETTINGS,
     json_bytes,
     loaded_config,
     read_config,
@@ -25,7 +26,7 @@ from .saving import manifest, save, write_published
 from .tensors import copied, host_copy, tensors_of, to_tensors
 
 __all__ = [
-    "HEADS", "MANIFEST", "SCALAR", "Cast", "Deferred", "Mapped", "cast", "check", "check_tensor", "compare",
+    "HEADS", "MANIFEST", "SCALAR", "SETTINGS", "Cast", "Deferred", "Mapped", "cast", "check", "check_tensor", "compare",
     "complaint", "copied", "equal", "fingerprint", "from_tensors", "host_copy", "json_bytes", "load", "loaded_config",
     "manifest", "mapped", "mapped_mtp", "mapped_tensors", "on_host", "place", "read_config", "read_json", "save",
     "save_dtype", "settings", "tensors_of", "to_tensors", "tokenizer_in", "verify", "with_ends", "write_published",

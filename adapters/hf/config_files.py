@@ -20,6 +20,7 @@ from .. import tokenizer as tokenizers
 from ..runtime import passed
 from .matching import FLOATS, SCALAR, matched
 
+SETTINGS = "config.json", "generation_config.json", *passed.PROCESSOR_FILES  # how a checkpoint's weights are used
 LARGEST = 2**28  # bytes of a JSON file
 
 
@@ -39,7 +40,7 @@ def read_json(path: Path) -> dict:
 
 def settings(path: str | os.PathLike) -> dict[str, dict]:
     """{file: its content} of the JSON files that say how a checkpoint's weights are used; raises as `read_json`."""
-    files = (Path(path) / name for name in ("config.json", "generation_config.json", *passed.PROCESSOR_FILES))
+    files = (Path(path) / name for name in SETTINGS)
     return {file.name: read_json(file) for file in files if file.is_file()}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -24,13 +23,16 @@ CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
         {"role": "user", "content": "How are you?"},
     ],
 )
-GENERATION = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # of transformers, unknown to Jinja
 
 
 @functools.lru_cache(64)
 def problem(chat_template: str) -> str:
     """What a chat template must do and does not do, "" if it keeps the limits; one that refuses the conversations, or
-    is not valid, keeps them."""
+    is not valid, keeps them.
+
+    Args:
+      chat_template: without `{% generation %}` tags, which are unknown to Jinja.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__],
@@ -70,7 +72,7 @@ def main() -> None:
     longest = 0
     for talk in CONVERSATIONS:
         try:
-            rendered = environment.from_string(GENERATION.sub("", asked["template"])).render(
+            rendered = environment.from_string(asked["template"]).render(
                 messages=talk, tools=None, documents=None, add_generation_prompt=True, **variables
             )
             longest = max(longest, len(rendered))

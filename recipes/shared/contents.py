@@ -17,8 +17,8 @@ from typing import Any
 
 import xxhash
 
-from areax.adapters import orbax
-from areax.adapters.runtime import hub, passed
+from areax.adapters import hf, orbax
+from areax.adapters.runtime import hub
 from areax.parallel.multihost import processes
 from areax.recipes.shared import resume, teachers
 from areax.rollout.workflows import resolve
@@ -32,7 +32,6 @@ OF_TOKENIZER = "tokenizer", "tokenizer's rules", "chat template"  # must stay, w
 OF_FROZEN = "model: config.json", "model"  # must stay while weights of --model are used that the state does not hold
 TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapters of a state are another policy
 WEIGHTS = "*.safetensors", "config.json"
-BESIDE = "generation_config.json", *passed.PROCESSOR_FILES  # of --model: where answers end, what images become
 NONE = "none"  # of a file that is not there
 IMPORTED = "what its code imports"
 INSTALLED = "site-packages", "dist-packages"  # folders of code that is not the user's own
@@ -74,7 +73,7 @@ def of(config: Any, tokens: Any) -> dict[str, str]:
     for name, value in named.items():
         if HOLD[name] == "weights":
             folder = Path(hub.folder(value))
-            files = "config.json", *(BESIDE if name == "model" else ())
+            files = hf.SETTINGS if name == "model" else ("config.json",)
             made |= {f"{name}: {file}": _content(folder / file) for file in files}
             made[name] = "" if name == "model" and options["init"] == "random" else _weights(folder)
         else:
