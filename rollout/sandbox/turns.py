@@ -1,6 +1,6 @@
 """Turns: at most AT_ONCE commands run in an event loop, so that their memory and files together are bounded.
 
-A time limit of the caller stops while it waits for a turn: a program's own slowness counts, not that of others.
+A caller's time limit is suspended while it waits for a turn: only its own commands' time counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 
 class Clock:
-    """Stops a time limit while its task, or one that it has started, waits for a turn.
+    """Suspends a time limit while its task, or one that it has started, waits for a turn.
 
     Attributes:
       waiting: commands that wait.
