@@ -8,6 +8,7 @@ copies its master weights and moments to the device, updates them there, and cop
 
 import collections
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -199,6 +200,20 @@ def make_step(
     return Step(one, lambda state, batch, *frozen: differentiate.lower(state.params, batch, *frozen))
 
 
+def lower_update(table: param.Table, spec: optim.Optimizer, dtype: str, mesh) -> jax.stages.Lowered:
+    """Lowers the update of the largest layer, or weight outside layers, from shapes; arguments as `make_step`."""
+    size = lambda part: sum(math.prod(x.shape) for x in jax.tree.leaves(param.abstract(part.table)))
+    part = max(parts(table, spec, dtype), key=size)
+    changed, held, narrow, whole = _change(part, spec.clip, mesh)
+    everywhere = rules.of_state(optax.identity(), part.table, mesh).step
+    on = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    wide = {name: on(x, whole[name]) for name, x in param.abstract(part.table).items() if name in whole}
+    scalar = lambda kind: jax.ShapeDtypeStruct((), kind, sharding=everywhere)
+    scalars = scalar(jnp.float32), scalar(bool), scalar(jnp.int32), scalar(jnp.int32)
+    kept = jax.tree.map(on, abstract(part, mesh)[0], held)
+    return changed.lower({name: wide[name] for name in narrow}, kept, wide, *scalars)
+
+
 def abstract(part: Part, mesh) -> tuple[Held, Held]:
     """What the host holds of a layer, as shapes, and its shardings."""
     weights = param.abstract(part.table)
@@ -228,6 +243,26 @@ def _update(part: Part, clip: float, mesh) -> tuple[Callable, Held, Held]:
     Args:
       clip: as in `Optimizer`; `norm` is that of the whole gradient.
     """
+    changed, held, narrow, whole = _change(part, clip, mesh)
+    if part.stack is None:
+        alone = lambda weights, held, gradient, at, *others: changed(weights, held, gradient, *others)
+        return alone, held, _in(HOST, held)
+    stacked = replace(part.table, top={}, stacks=(param.Stack(tuple(range(part.layers)), part.table.top),))
+    [where] = rules.of_params(stacked, mesh)["stacks"]
+    take_own, take_all = (jax.jit(part.take, out_shardings=these) for these in (narrow, whole))
+    put = jax.jit(part.put, donate_argnums=0, out_shardings=where)
+
+    def update(weights, held: Held, gradient, at, *others):
+        own = take_own({name: weights[name] for name in narrow}, at)
+        new, held, sums = changed(own, held, take_all(gradient, at), *others)
+        return put(weights, new | held.masters, at), held, sums
+
+    return update, held, _in(HOST, held)
+
+
+def _change(part: Part, clip: float, mesh) -> tuple[Any, Held, dict, dict]:
+    """(jitted update of a layer that was taken out, shardings of what is held of it, of the weights that are not held,
+    and of all)."""
     state = rules.of_state(part.optimizer, part.table, mesh)
     whole = {name: state.params[name] for name in part.table.top}
     held = Held({name: whole[name] for name in part.mastered}, state.opt_state)
@@ -245,20 +280,7 @@ def _update(part: Part, clip: float, mesh) -> tuple[Callable, Held, Held]:
         return new, Held(masters, keep(opt_state, held.opt_state)), sums
 
     changed = jax.jit(change_layer, donate_argnums=(0, 1), out_shardings=(narrow, held, state.step))
-    if part.stack is None:
-        alone = lambda weights, held, gradient, at, *others: changed(weights, held, gradient, *others)
-        return alone, held, _in(HOST, held)
-    stacked = replace(part.table, top={}, stacks=(param.Stack(tuple(range(part.layers)), part.table.top),))
-    [where] = rules.of_params(stacked, mesh)["stacks"]
-    take_own, take_all = (jax.jit(part.take, out_shardings=these) for these in (narrow, whole))
-    put = jax.jit(part.put, donate_argnums=0, out_shardings=where)
-
-    def update(weights, held: Held, gradient, at, *others):
-        own = take_own({name: weights[name] for name in narrow}, at)
-        new, held, sums = changed(own, held, take_all(gradient, at), *others)
-        return put(weights, new | held.masters, at), held, sums
-
-    return update, held, _in(HOST, held)
+    return changed, held, narrow, whole
 
 
 def on_host(x) -> bool:

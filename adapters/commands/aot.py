@@ -260,38 +260,111 @@ def compile(spec: Step):
 
 
 def lower(spec: Step, on: jax.sharding.Mesh) -> jax.stages.Lowered:
-    """Lowers `step(state, batch)` for the devices of a mesh, which need not be here (`planner.targets`)."""
-    apart = bool(spec.config.vision) and not spec.config.vision.trained
-    base = table = models.table(replace(spec.config, vision=None) if apart else spec.config)
-    score = vision.over_frozen(spec.score) if apart else spec.score
-    if spec.lora.rank:
-        table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
-    optimizer = optim.make_optimizer(spec.optim, table)
-    narrow = (
-        (spec.run.dtype or "float32") if spec.optim.offload and spec.optim.weights == "float32" else spec.optim.weights
-    )
-    placed = functools.partial(jax.tree.map, lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
-    shardings = rules.of_state(optimizer, table, on)  # outside: it computes, which devices to compile for do not
+    """Lowers `step(state, batch)` for the devices of a mesh, which need not be here (`planner.targets`); with `offload`
+    its gradient: the update is many small programs (`lower_update`)."""
+    own = _model(spec, on)
+    score = own.over(spec.score)
+    optimizer = optim.make_optimizer(spec.optim, own.table)
+    shardings = rules.of_state(optimizer, own.table, on)  # outside: it computes, which devices to compile for do not
     with jax.set_mesh(on):
-        params = jax.eval_shape(lambda params: optim.narrowed(params, table, narrow), param.abstract(table))
-        state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-        kept: Any = frozen(spec) if spec.lora.rank else None
-        tower = kept and kept.pop("vision", None)
-        more = [placed(kept, rules.of_quantised(kept, base, on))] if spec.lora.rank else []
-        if apart:
-            seeing = vision.table(spec.config.vision)
-            more.append(placed(tower or param.abstract(seeing), rules.of_params(seeing, on)))
-        if spec.teacher:
-            other = models.table(spec.teacher)
-            more.append(placed(param.abstract(other, spec.run.dtype or "float32"), rules.of_params(other, on)))
-        if spec.optim.offload:  # the update is many small programs
-            gradient: Any = offload.make_gradient(score, spec.whole, table, spec.optim, on)
-            placed_params = placed(params, shardings.params)
-            return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *more)
-        sums = optim.sums(table, spec.optim)
+        state = step.State(own.params, jax.eval_shape(optimizer.init, own.params), jax.ShapeDtypeStruct((), jnp.int32))
+        frozen = [*own.frozen, *([_teacher(spec, on)] if spec.teacher else [])]
+        batch = _placed(abstract_batch(spec), on)
+        if spec.optim.offload:
+            gradient: Any = offload.make_gradient(score, spec.whole, own.table, spec.optim, on)
+            return gradient.lower(placed(own.params, shardings.params), batch, *frozen)
+        sums = optim.sums(own.table, spec.optim)
         adjust = balance.adjust(spec.balance)
         update: Any = step.make_step(score, spec.whole, optimizer, shardings, adjust=adjust, sums=sums)
-        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *more)
+        return update.lower(placed(state, shardings), batch, *frozen)
+
+
+def lower_update(spec: Step, on: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """Lowers the largest of the updates that follow a gradient with `offload`."""
+    return offload.lower_update(_model(spec, on).table, spec.optim, spec.run.dtype or "float32", on)
+
+
+def lower_scores(spec: Step, on: jax.sharding.Mesh, of: str = "policy") -> jax.stages.Lowered:
+    """Lowers the scoring of a batch.
+
+    Args:
+      of: whose scores: the "policy" in training, its "reference", or the "teacher".
+    """
+    own = _model(spec, on)
+    batch = _placed(abstract_batch(spec), on)
+    plain = functools.partial(models.score, run=spec.run, learnt_only=True)
+    with jax.set_mesh(on):
+        if of == "teacher":
+            theirs = lambda params, batch: plain(params, batch.without("routed_experts"), config=spec.teacher)
+            return _lowered(step.make_scores(theirs), _teacher(spec, on), batch)
+        score = functools.partial(plain, config=spec.config) if not spec.follows else spec.score
+        weights = placed(own.params, rules.of_params(own.table, on))
+        if of == "policy":
+            return _lowered(step.make_scores(own.over(score)), weights, batch, *own.frozen)
+        if spec.lora.rank:
+            base, *tower = own.frozen
+            return _lowered(step.make_scores(vision.over_frozen(score) if tower else score), base, batch, *tower)
+        dtype = spec.run.dtype or "float32"
+        copied = param.tree_map(
+            lambda leaf, x: jax.ShapeDtypeStruct(
+                x.shape, dtype if optim.copied(leaf) else x.dtype, sharding=x.sharding
+            ),
+            own.table, weights,
+        )  # fmt: skip
+        return _lowered(step.make_scores(own.over(score)), copied, batch, *own.frozen)
+
+
+def _lowered(f: Any, *arguments) -> jax.stages.Lowered:
+    return f.lower(*arguments)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What a step trains, and what it only reads, as shapes.
+
+    Attributes:
+      table, params: of what trains, without shardings.
+      frozen: the weights under adapters, and a frozen tower, with theirs.
+      over: makes a score of all of them of the model's.
+    """
+
+    table: param.Table
+    params: Any
+    frozen: list
+    over: Callable[[Callable], Callable]
+
+
+def _model(spec: Step, on: jax.sharding.Mesh) -> _Model:
+    apart = bool(spec.config.vision) and not spec.config.vision.trained
+    base = table = models.table(replace(spec.config, vision=None) if apart else spec.config)
+    narrow: str = spec.optim.weights
+    if spec.optim.offload and narrow == "float32":
+        narrow = spec.run.dtype or "float32"
+    kept: Any = frozen(spec) if spec.lora.rank else None
+    tower, beside = kept and kept.pop("vision", None), []
+    if spec.lora.rank:
+        table = lora.table(base, spec.lora)
+        beside.append(placed(kept, rules.of_quantised(kept, base, on)))
+    if apart:
+        seeing = vision.table(spec.config.vision)
+        beside.append(placed(tower or param.abstract(seeing), rules.of_params(seeing, on)))
+    params = jax.eval_shape(lambda params: optim.narrowed(params, table, narrow), param.abstract(table))
+
+    def over(score: Callable) -> Callable:
+        score = vision.over_frozen(score) if apart else score
+        return lora.over_base(score, spec.lora) if spec.lora.rank else score
+
+    return _Model(table, params, beside, over)
+
+
+def _teacher(spec: Step, on: jax.sharding.Mesh):
+    table = models.table(spec.teacher)
+    return placed(param.abstract(table, spec.run.dtype or "float32"), rules.of_params(table, on))
+
+
+def placed(shapes, shardings):
+    """Shapes with shardings."""
+    return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, shardings)
 
 
 def _placed(batch: Batch, on) -> Batch:

@@ -1,4 +1,4 @@
-"""What a chip's own compiler makes of a training step, on a machine without that chip."""
+"""What a chip's own compiler makes of the programs of a run, on a machine without that chip."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from typing import Any
 import jax
 
 from ... import __version__
-from ...parallel import mesh as meshes
 from ...parallel.planner import targets
 from ..runtime import compile_cache
-from . import aot
+from .programs import Program
 
 LIMIT_S = 1800.0  # for a program; the TPU compiler takes minutes for large ones
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
@@ -54,15 +53,15 @@ class Compiled:
     seconds: float = 0.0
 
 
-def check(spec: aot.Step, chip: str, limit_s: float = LIMIT_S) -> Compiled:
-    """Compiles the step for a chip of `targets` in a process of its own, or takes what was found the last time.
+def check(program: Program, chip: str, limit_s: float = LIMIT_S) -> Compiled:
+    """Compiles a program for a chip of `targets` in a process of its own, or takes what was found the last time.
 
     Raises:
       ValueError: as `targets.devices`, or it takes longer than `limit_s` seconds.
     """
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_apart, args=(theirs, spec, chip), daemon=True)
+    process = context.Process(target=_apart, args=(theirs, program, chip), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -82,7 +81,7 @@ def check(spec: aot.Step, chip: str, limit_s: float = LIMIT_S) -> Compiled:
     return Compiled(**found)
 
 
-def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
+def _apart(pipe: Any, program: Program, chip: str) -> None:
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu would ask the network what machine this is
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # and lock chips for this process, which uses none
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -90,7 +89,7 @@ def _apart(pipe: Any, spec: aot.Step, chip: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        pipe.send(("found", dataclasses.asdict(compiled(spec, chip))))
+        pipe.send(("found", dataclasses.asdict(compiled(program, chip))))
     except ValueError as error:
         pipe.send(("refused", str(error)))
     except (RuntimeError, ImportError) as error:  # of a compiler that does not start, or not with this JAX
@@ -103,12 +102,12 @@ def _end_with_parent() -> None:
         os._exit(1)  # a compiler does not look whether anybody waits for it
 
 
-def compiled(spec: aot.Step, chip: str) -> Compiled:
+def compiled(program: Program, chip: str) -> Compiled:
     """`check` in this process, whose JAX must not have chosen its platform yet."""
     began = time.monotonic()
-    on = meshes.make(spec.layout, targets.devices(chip, spec.layout.devices))
-    platform = on.devices.flat[0].platform
-    lowered = aot.lower(spec, on)
+    devices = targets.devices(chip, program.devices)
+    platform = devices[0].platform
+    lowered = program.lower(devices)
     file = _file(lowered.as_text(), chip, platform)
     if file and file.is_file():
         with contextlib.suppress(ValueError, TypeError):  # damaged, or of another version of areax

@@ -301,7 +301,7 @@ def _generation(
     predictor: list[param.Leaf] = []
     if engine:
         slots, cache, state, capacity, held = _server_cache(config, settings, platform, of_cache)
-        predictor = param.leaf_list(mtp.table(settings)) if _predicts(config, settings) else []
+        predictor = param.leaf_list(mtp.table(settings)) if predicts(config, settings) else []
     # "no": of a host with enough devices servers take those behind the trainer's (`launch.devices.of_own_servers`)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
@@ -319,7 +319,7 @@ def _chips(count: int) -> str:
     return "one chip" if count == 1 else f"{count} chips"
 
 
-def _predicts(config, settings) -> bool:
+def predicts(config, settings) -> bool:
     """Whether a server that the recipe starts makes drafts by multi-token prediction."""
     return config.serve.draft > 1 and mtp.stated(settings)
 
@@ -331,7 +331,7 @@ def _server_cache(config, settings, platform: str, itemsize: int) -> tuple[int, 
     paging.check_draft("plan: --serve.draft", config.serve.draft, context)
     slots = config.serve.slots or paging.default_slots(platform, context)
     page = paging.default_page(context)
-    records = mtp.records(settings, _predicts(config, settings))
+    records = mtp.records(settings, predicts(config, settings))
     kinds = paging.kinds(records, context, page, itemsize, config.serve.mesh.tp)
     memory = config.serve.memory * 1e9 or None
     try:

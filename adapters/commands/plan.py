@@ -13,7 +13,7 @@ from ...parallel.planner.chips import CHIPS, Chip
 from ...parallel.planner.figures import USABLE, Figure
 from ..command_line import options as grouped
 from ..tracking import progress
-from . import aot, compiled, jobs
+from . import aot, compiled, jobs, programs
 
 FIRST_OPTIONS = (
     "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "compile", "json", "length",
@@ -113,13 +113,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
         checked = {"agrees": agrees}
     fits = planned.fits
     if options.compile:
-        names = "policy" if generation else "model", "critic"
-        steps: dict[str, compiled.Compiled] = {}
-        for name, one in zip(names, made.steps, strict=False):
-            with progress.phase(f"compiling the {name}'s step for {options.chip}"):
-                steps[name] = compiled.check(one, options.chip)
-        checked["compiled"] = {name: asdict(one) for name, one in steps.items()}
-        fits &= all(not one.problem and one.peak_bytes <= USABLE * chip.memory for one in steps.values())
+        checked["compiled"] = made_by_compiler(programs.programs(config, made, chip), options.chip)
+        fits &= all(
+            not one["problem"] and one["needed_bytes"] <= USABLE * chip.memory for one in checked["compiled"].values()
+        )
     return {
         "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
         "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
@@ -128,6 +125,22 @@ def plan(config: Any, options: Options = Options()) -> dict:
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
+
+
+def made_by_compiler(asked: dict[str, programs.Program], chip: str) -> dict[str, dict]:
+    """{name: fields of `compiled.Compiled`, and "needed_bytes": what the device holds while the program runs}."""
+    found: dict[str, compiled.Compiled] = {}
+    for i, (name, program) in enumerate(asked.items()):
+        with progress.phase(f"compiling for {chip}, {i + 1} of {len(asked)}: {name}"):
+            found[name] = compiled.check(program, chip)
+    of_server = max((found[name].argument_bytes for name in asked if asked[name].engine), default=0)
+
+    def needed(name: str) -> int:
+        own = found[name]
+        kept = of_server - own.argument_bytes if asked[name].engine else 0
+        return asked[name].beside + kept + own.peak_bytes
+
+    return {name: asdict(one) | {"needed_bytes": needed(name)} for name, one in found.items()}
 
 
 def _sharing(config: Any, made: jobs.Planned, chip: Chip, known: dict) -> list[str]:
@@ -219,23 +232,34 @@ def show(report: dict) -> str:
         lines.append(f"faster with {', or with '.join(suggested)}, which fits")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))
-    lines += [_by_compiler(whose, one, report, usable) for whose, one in report.get("compiled", {}).items()]
+    if "compiled" in report:
+        lines += ["", *_by_compiler(report, usable)]
     return "\n".join(lines)
 
 
-def _by_compiler(whose: str, one: dict, report: dict, usable: float) -> str:
-    """A line for a step that a chip's compiler made, or refused."""
-    if one["problem"]:
-        return f"{report['chip']}'s compiler refuses the {whose}'s step: {one['problem']}"
-    size = lambda name: human("bytes", one[f"{name}_bytes"])
+def _by_compiler(report: dict, usable: float) -> list[str]:
+    """A table of the programs that a chip's compiler made, or refused, and a verdict."""
+    programs, chip = report["compiled"], report["chip"]
+    size = lambda one, name: human("bytes", one[f"{name}_bytes"])
     times = lambda counts: ", ".join(f"{name} x {count}" for name, count in counts.items())
-    verdict = "fits" if one["peak_bytes"] <= usable else "does NOT fit"
-    return (
-        f"compiled for {report['chip']}, the {whose}'s step {verdict}: "
-        f"{size('peak')} at its peak, of {size('argument')} of arguments and {size('temporary')} of temporaries"
-        + (f"; {times(one['kernels'])}" if one["kernels"] else "")
-        + (f"; {times(one['collectives'])}" if one["collectives"] else "")
-    )
+    lines = [f"{'compiled for ' + chip:<22}{'device':>11}{'arguments':>12}{'temporaries':>13}  kernels; collectives"]
+    for name, one in programs.items():
+        if one["problem"]:
+            lines.append(f"  {name:<20} refused: {one['problem']}")
+            continue
+        made = "; ".join(filter(None, (times(one["kernels"]), times(one["collectives"]))))
+        sizes = f"{size(one, 'needed'):>11}{size(one, 'argument'):>12}{size(one, 'temporary'):>13}"
+        lines.append(f"  {name:<20}{sizes}  {made}".rstrip())
+    refused = [name for name, one in programs.items() if one["problem"]]
+    large = [name for name, one in programs.items() if one["needed_bytes"] > usable]
+    if refused:
+        lines.append(f"{chip}'s compiler refuses {', '.join(refused)}")
+    elif large:
+        lines.append(f"does NOT fit, as compiled for {chip}: {', '.join(large)}")
+    else:
+        most = max(programs.values(), key=lambda one: one["needed_bytes"])
+        lines.append(f"fits, as compiled for {chip}: {size(most, 'needed')} at most")
+    return lines
 
 
 def _generating(report: dict) -> list[str]:

@@ -21,7 +21,7 @@ MB = 1 << 20
 
 
 def pages(
-    config, dtype, options: Options, on: jax.sharding.Mesh, predicts: bool = False
+    config, dtype, options: Options, on: jax.sharding.Mesh, predicts: bool = False, device: float | None = None
 ) -> tuple[list[Kind], list[int]]:
     """The kinds of a model's pages, and the number of each on each device.
 
@@ -32,6 +32,7 @@ def pages(
     Args:
       dtype: of the weights.
       predicts: drafts are made by the model's layer for multi-token prediction.
+      device: bytes of a device; None = as it says.
 
     Raises:
       ValueError: the memory does not suffice for one sequence.
@@ -51,9 +52,10 @@ def pages(
         weights += sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
     drafted = slots * options.draft if options.draft > 1 else 0
     states = drafted * sum(kind.bytes for kind in kinds if kind.states)  # after each draft
-    device = memory.of_devices([on.local_devices[0]])
-    if on.is_multi_process and device < math.inf:
-        device = MB * processes.least(int(device // MB))
+    if device is None:
+        device = memory.of_devices([on.local_devices[0]])
+        if on.is_multi_process and device < math.inf:
+            device = MB * processes.least(int(device // MB))
 
     beside = lambda versions: counts(USABLE * (device - versions * weights - states))
     with contextlib.suppress(ValueError):

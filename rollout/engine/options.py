@@ -41,7 +41,7 @@ class Options(EngineOptions):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {self.page}")
         paging.check_draft("Engine: draft", self.draft, self.context)
 
-    def resolved(self) -> Self:
-        """With sizes instead of those that are 0, except for `memory` (`budget`)."""
-        slots = self.slots or paging.default_slots(jax.default_backend(), self.context)
+    def resolved(self, platform: str = "") -> Self:
+        """With sizes instead of those that are 0, except for `memory` (`budget`); `platform` is JAX's default."""
+        slots = self.slots or paging.default_slots(platform or jax.default_backend(), self.context)
         return replace(self, slots=slots, page=self.page or paging.default_page(self.context))

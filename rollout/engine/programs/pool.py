@@ -28,6 +28,20 @@ def empty(
     records: Sequence[Layer], kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: int, dtype
 ) -> list[Any]:
     """Memory of layers with these records, for so many pages of each kind."""
+    make = functools.partial(_made, records, kinds, counts, slots, C, dtype)
+    if mesh.one_device():
+        return make()
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract(*make.args)))()
+
+
+def abstract(*of) -> list[Any]:
+    """`empty` as shapes, dtypes and shardings on the ambient mesh."""
+    split = lambda x: NamedSharding(jax.sharding.get_mesh(), P() if mesh.one_device() else sharding(x))
+    on = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split(x))
+    return jax.tree.map(on, jax.eval_shape(functools.partial(_made, *of)))
+
+
+def _made(records, kinds, counts, slots: int, C: int, dtype) -> list[Any]:
 
     def one(i, layer, kind):
         if isinstance(layer, Recurrent):
@@ -43,11 +57,7 @@ def empty(
         return tuple(jnp.zeros(x.shape, x.dtype) for x in pages)
 
     of_layer = paging.of_layers(kinds, records)
-    make = lambda: [one(i, layer, of_layer[i]) for i, layer in enumerate(records)]
-    if mesh.one_device():
-        return make()
-    where = lambda x: NamedSharding(jax.sharding.get_mesh(), sharding(x))
-    return jax.jit(make, out_shardings=jax.tree.map(where, jax.eval_shape(make)))()
+    return [one(i, layer, of_layer[i]) for i, layer in enumerate(records)]
 
 
 def in_c() -> bool:

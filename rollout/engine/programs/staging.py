@@ -29,7 +29,8 @@ def stage(params, table: param.Table, mesh, weights: str = "auto"):
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
     `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device. On a mesh that
-    spans processes they must be in host memory, and each process copies its parts, whatever the others do.
+    spans processes they must be in host memory, and each process copies its parts, whatever the others do. Of shapes it
+    gives the shapes and shardings of the layout.
     """
     split = rules.of_params(table, mesh, rules.GENERATING)
     name = "head" if "head" in params else "embed"
@@ -80,7 +81,16 @@ def whole(params, table: param.Table, mesh):
     )
 
 
+class _Shape(jax.ShapeDtypeStruct):
+    """The shape and dtype of a weight, from which layers are taken as from the weight."""
+
+    def __getitem__(self, place):
+        return self if place == () else _Shape(self.shape[1:], self.dtype)
+
+
 def _read(w):
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return _Shape(w.shape, w.dtype)
     w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w
     return w.merged() if isinstance(w, hf.Cast) else w
 
@@ -88,6 +98,8 @@ def _read(w):
 def _ready(w, sharding, turned=False):
     mesh, spec = sharding.mesh, (*sharding.spec, *[None] * (w.ndim - len(sharding.spec)))
     there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(w.shape[::-1] if turned else w.shape, w.dtype, sharding=there)
     if mesh.is_multi_process:
         return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
     with turns.taken(mesh):
@@ -102,6 +114,9 @@ def _matrix(w, sharding, name: str, weights: str):
     small = w.shape[0] * w.shape[1] < LEAST
     if name == APART or (exact and (small or sharding.mesh.size > 1 or w.dtype not in WIDENED or not native.ready())):
         return Transposed(_ready(w, sharding, True))
+    if isinstance(w, jax.ShapeDtypeStruct):
+        on = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(on, jax.eval_shape(functools.partial(_rounded, kind=kind), w))
     with turns.taken(sharding.mesh):
         w = jax.device_put(w, sharding)
         if exact:
