@@ -335,15 +335,13 @@ class _Model:
 
 
 def _model(spec: Step, on: jax.sharding.Mesh) -> _Model:
-    apart = bool(spec.config.vision) and not spec.config.vision.trained
-    base = table = models.table(replace(spec.config, vision=None) if apart else spec.config)
+    apart, base, table = _apart(spec), _base(spec), trained(spec)
     narrow: str = spec.optim.weights
     if spec.optim.offload and narrow == "float32":
         narrow = spec.run.dtype or "float32"
     kept: Any = frozen(spec) if spec.lora.rank else None
     tower, beside = kept and kept.pop("vision", None), []
     if spec.lora.rank:
-        table = lora.table(base, spec.lora)
         beside.append(placed(kept, rules.of_quantised(kept, base, on)))
     if apart:
         seeing = vision.table(spec.config.vision)
@@ -360,6 +358,20 @@ def _model(spec: Step, on: jax.sharding.Mesh) -> _Model:
 def _teacher(spec: Step, on: jax.sharding.Mesh):
     table = models.table(spec.teacher)
     return placed(param.abstract(table, spec.run.dtype or "float32"), rules.of_params(table, on))
+
+
+def trained(spec: Step) -> param.Table:
+    """The table of the weights that a step trains."""
+    return lora.table(_base(spec), spec.lora) if spec.lora.rank else _base(spec)
+
+
+def _base(spec: Step) -> param.Table:
+    """That of the model, without a frozen tower."""
+    return models.table(replace(spec.config, vision=None) if _apart(spec) else spec.config)
+
+
+def _apart(spec: Step) -> bool:
+    return bool(spec.config.vision) and not spec.config.vision.trained
 
 
 def placed(shapes, shardings):

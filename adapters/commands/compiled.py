@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import jax
 from ... import __version__
 from ...parallel.planner import targets
 from ..runtime import compile_cache
+from . import buffers
 from .programs import Program
 
 LIMIT_S = 1800.0  # for a program; the TPU compiler takes minutes for large ones
@@ -41,6 +43,7 @@ class Compiled:
       peak_bytes: of both together, and of results that have memory of their own.
       collectives: {kind: number in the program's text}; those in a loop run in each of its turns.
       kernels: {name: number in the program's text} of Pallas kernels.
+      buffers: the largest temporaries.
       seconds: that compiling took, when it was done.
     """
 
@@ -50,6 +53,7 @@ class Compiled:
     peak_bytes: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+    buffers: list[buffers.Buffer] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -78,7 +82,7 @@ def check(program: Program, chip: str, limit_s: float = LIMIT_S) -> Compiled:
         process.join()
     if kind == "refused":
         raise ValueError(found)
-    return Compiled(**found)
+    return _restored(found)
 
 
 def _apart(pipe: Any, program: Program, chip: str) -> None:
@@ -111,12 +115,14 @@ def compiled(program: Program, chip: str) -> Compiled:
     file = _file(lowered.as_text(), chip, platform)
     if file and file.is_file():
         with contextlib.suppress(ValueError, TypeError):  # damaged, or of another version of areax
-            return Compiled(**json.loads(file.read_text()))
-    try:
-        made = lowered.compile(dict(targets.OPTIONS[platform]))
-    except jax.errors.JaxRuntimeError as error:
-        return Compiled(problem=_line(error), seconds=time.monotonic() - began)
-    found = read(made, time.monotonic() - began)
+            return _restored(json.loads(file.read_text()))
+    with tempfile.TemporaryDirectory() as dump:
+        try:
+            made = lowered.compile(targets.OPTIONS[platform] | buffers.DUMP | {"xla_dump_to": dump})
+        except jax.errors.JaxRuntimeError as error:
+            return Compiled(problem=_line(error), seconds=time.monotonic() - began)
+        large = buffers.largest(Path(dump), made.as_text() or "", program.names)
+    found = dataclasses.replace(read(made), buffers=large, seconds=time.monotonic() - began)
     if file:
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(dataclasses.asdict(found)))
@@ -133,8 +139,12 @@ def _file(text: str, chip: str, platform: str) -> Path | None:
     return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
 
 
-def read(made: Any, seconds: float) -> Compiled:
-    """What a jax.stages.Compiled says of itself."""
+def _restored(fields: dict) -> Compiled:
+    return Compiled(**fields | {"buffers": [buffers.Buffer(**one) for one in fields["buffers"]]})
+
+
+def read(made: Any) -> Compiled:
+    """What a jax.stages.Compiled says of itself, but for `buffers`."""
     sizes, text = made.memory_analysis(), made.as_text()
     counted = collections.Counter(kind.removesuffix("-start") for kind in INSTRUCTION.findall(text))
     kernels = collections.Counter(
@@ -146,7 +156,6 @@ def read(made: Any, seconds: float) -> Compiled:
         peak_bytes=sizes.peak_memory_in_bytes,
         collectives={kind: counted[kind] for kind in COLLECTIVES if counted[kind]},
         kernels=dict(sorted(kernels.items())),
-        seconds=seconds,
     )
 
 

@@ -13,7 +13,7 @@ from ...parallel.planner.chips import CHIPS, Chip
 from ...parallel.planner.figures import USABLE, Figure
 from ..command_line import options as grouped
 from ..tracking import progress
-from . import aot, compiled, jobs, programs
+from . import aot, compiled, jobs, programs, remedy
 
 FIRST_OPTIONS = (
     "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "compile", "json", "length",
@@ -76,8 +76,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
       "section", "text"}}}; kind is "exact" or "estimate", a name ends in its unit; "suggested" are options, each of
       which makes the trainer fit, or faster if it does; "server_split" is the option that makes the recipe's own server
       fit, or ""; "shared" says what `--trie auto` does, "" if it is off.
-      With `check` also "agrees": whether argument bytes equal XLA's. With `compile` also "compiled": each step as the
-      chip's compiler made it (`compiled.Compiled`), and "fits" says that they fit, too.
+      With `check` also "agrees": whether argument bytes equal XLA's. With `compile` also "compiled": {name: program}
+      as the chip's compiler made it (`compiled.Compiled`), with the bytes that the device needs; "fits" says that they
+      fit, too; and "tried", options that were compiled where a step does not (`remedy.tried`).
 
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
@@ -113,10 +114,11 @@ def plan(config: Any, options: Options = Options()) -> dict:
         checked = {"agrees": agrees}
     fits = planned.fits
     if options.compile:
-        checked["compiled"] = made_by_compiler(programs.programs(config, made, chip), options.chip)
-        fits &= all(
-            not one["problem"] and one["needed_bytes"] <= USABLE * chip.memory for one in checked["compiled"].values()
-        )
+        asked = programs.programs(config, made, chip)
+        by_compiler = made_by_compiler(asked, options.chip)
+        fits &= all(not one["problem"] and one["needed_bytes"] <= USABLE * chip.memory for one in by_compiler.values())
+        tried = remedy.tried(config, made, chip, options.chip, known, asked, by_compiler)
+        checked |= {"compiled": by_compiler, "tried": tried}
     return {
         "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
         "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
@@ -256,10 +258,22 @@ def _by_compiler(report: dict, usable: float) -> list[str]:
         lines.append(f"{chip}'s compiler refuses {', '.join(refused)}")
     elif large:
         lines.append(f"does NOT fit, as compiled for {chip}: {', '.join(large)}")
+        for one in programs[large[0]]["buffers"]:
+            lines.append(
+                f"  {human('bytes', one['bytes']):>10}  {one['meaning']}: {one['shape']} {one['operation'][-60:]}"
+            )
+        lines += [_of_remedy(one, usable) for one in report["tried"]]
     else:
         most = max(programs.values(), key=lambda one: one["needed_bytes"])
         lines.append(f"fits, as compiled for {chip}: {size(most, 'needed')} at most")
     return lines
+
+
+def _of_remedy(one: dict, usable: float) -> str:
+    if one["problem"]:
+        return f"with {one['option']} it is refused: {one['problem']}"
+    verdict = "fits" if one["needed_bytes"] <= usable else "does not fit either"
+    return f"with {one['option']} it {verdict}, compiled: {human('bytes', one['needed_bytes'])}"
 
 
 def _generating(report: dict) -> list[str]:

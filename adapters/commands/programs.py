@@ -12,16 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from ... import models
+from ...core import param
 from ...parallel import mesh as meshes
+from ...parallel import rules
 from ...parallel.planner import generation as generations
 from ...parallel.planner import memory
 from ...parallel.planner.chips import Chip
 from ...parallel.planner.figures import USABLE
 from ...rollout.engine import lowering
 from ...rollout.engine.options import Options
-from . import aot, jobs
+from . import aot, buffers, jobs
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,14 @@ class Program:
       devices: of one copy of it.
       lower: f(devices) -> jax.stages.Lowered; can be pickled.
       beside: bytes on a device, beside its arguments, that nothing frees while it runs.
+      names: what sizes of its arrays mean.
       engine: it is one of the recipe's own server, whose memory its programs share.
     """
 
     devices: int
     lower: Callable[[Sequence[Any]], jax.stages.Lowered]
     beside: int
+    names: buffers.Names = buffers.Names()
     engine: bool = False
 
 
@@ -51,7 +56,7 @@ def programs(config: Any, made: jobs.Planned, chip: Chip) -> dict[str, Program]:
 
     def add(name: str, lower: Callable, arguments: int, spec: aot.Step = step, **options) -> None:
         on = functools.partial(_on_mesh, lower, spec, **options)
-        found[name] = Program(spec.layout.devices, on, m.held + always - arguments)
+        found[name] = Program(spec.layout.devices, on, m.held + always - arguments, _names(spec, made.job.mesh))
 
     own = m.params + m.moments + m.taught
     add(f"{whose}'s step", aot.lower, own)
@@ -80,6 +85,27 @@ def programs(config: Any, made: jobs.Planned, chip: Chip) -> dict[str, Program]:
             lower = functools.partial(_of_server, name, known)
             found[name] = Program(config.serve.mesh.replica.devices, lower, beside, engine=True)
     return found
+
+
+def _names(spec: aot.Step, mesh: AbstractMesh) -> buffers.Names:
+    table = aot.trained(spec)
+    shapes, splits = param.abstract(table), rules.of_params(table, mesh)
+    weights: dict[tuple[int, ...], str] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(shapes):
+        whole = x.shape
+        local = _at(splits, path).shard_shape(whole)
+        stacked = jax.tree_util.keystr(path, simple=True, separator=".")
+        for shape in (local, whole, *((local[1:], whole[1:]) if "stacks" in stacked else ())):
+            if len(sides := tuple(side for side in shape if side > 1)) > 1:
+                weights.setdefault(sides, stacked)
+    vocab = spec.config.vocab
+    return buffers.Names((vocab, vocab // spec.layout.tp), tuple(len(stack.layers) for stack in table.stacks), weights)
+
+
+def _at(tree: Any, path: tuple) -> Any:
+    for key in path:
+        tree = tree[getattr(key, "key", getattr(key, "idx", None))]
+    return tree
 
 
 def _on_mesh(lower: Callable, spec: aot.Step, devices: Sequence[Any], **options) -> jax.stages.Lowered:

@@ -108,14 +108,14 @@ def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> li
         else:
             if options and not least and (least := rows(changed)):
                 found.append(" ".join([*options, f"--rows {least}"]))
-    for wider in _wider(job):
-        if fits(wider):
-            found.append(f"--mesh.fsdp {wider.layout.fsdp}" + f" --rows {wider.rows}" * (wider.rows != job.rows))
+    for more in wider(job):
+        if fits(more):
+            found.append(f"--mesh.fsdp {more.layout.fsdp}" + f" --rows {more.rows}" * (more.rows != job.rows))
             break
     return found
 
 
-def _wider(job: Job) -> Iterator[Job]:
+def wider(job: Job) -> Iterator[Job]:
     """The job with more devices over fsdp, as far as they divide its weights; with more rows, if they need those."""
     layout = job.layout
     while layout.devices < MOST_DEVICES:
