@@ -152,10 +152,8 @@ def schedule(spec: Optimizer) -> optax.Schedule:
 
 
 def cast(leaf: param.Leaf) -> bool:
-    """Whether every family casts a weight to the compute dtype before it uses it: a trainable matrix of a layer, except
-    routers, which some families apply in fp32."""
-    p = leaf.param
-    return leaf.layers is not None and p.matrix and p.trainable and not p.dtype and "router" not in p.axes.split()
+    """Whether every family casts a weight to the compute dtype before it uses it."""
+    return leaf.layers is not None and leaf.param.cast
 
 
 def copied(leaf: param.Leaf) -> bool:

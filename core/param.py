@@ -46,6 +46,12 @@ class Param:
         """Whether it is a matrix, or one for each expert, rather than a vector or the taps of each channel."""
         return len([axis for axis in self.axes.split() if axis not in ("experts", "taps")]) > 1
 
+    @property
+    def cast(self) -> bool:
+        """Whether every family casts it to the compute dtype before it uses it, if it is a layer's: a trainable matrix,
+        except routers, which some families apply in fp32."""
+        return self.matrix and self.trainable and not self.dtype and "router" not in self.axes.split()
+
 
 @dataclass(frozen=True)
 class Stack:

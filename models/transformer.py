@@ -144,7 +144,7 @@ def backbone(
         w, chosen_BTK, beside, tapped_BUD = each
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        w = quantised.widened(rules.gather(w, stack.params), x_BTD.dtype) | beside
+        w = quantised.widened(rules.gather(w, stack.params, x_BTD.dtype), x_BTD.dtype) | beside
         routing = moe.Routing(counted_BT, chosen_BTK, run.dispatch, run.expert_kernel)
         mix: AnyMixer
         if isinstance(record, Attention):

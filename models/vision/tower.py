@@ -127,7 +127,7 @@ def features(
 
 def _layer(params, tower: Tower, run, turn, whole: bool, segment_BP, x_BPD, w):
     x_BPD = checkpoint_name(x_BPD, "layer_input")
-    w = rules.gather(w, params)
+    w = rules.gather(w, params, x_BPD.dtype)
     h_BPD = _norm(x_BPD, w, "norm1")
 
     def heads(name):
