@@ -3,17 +3,17 @@
 Used by SFT, RL, distillation and evaluation.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from . import hardware
 from .shapes import shaped
 
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
-SUMS, LOGITS = "logprobs", "logits"  # checkpoint names of what a chunk saves for the backward pass
 
 
 def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
@@ -49,15 +49,23 @@ def from_logits(logits_AV, target_A, *, axis: str | None = None):
     return picked_A - lse_A, entropy_A, lse_A
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _in_one_pass(logits_AV, target_A, axis):
-    """`from_logits` with a backward pass that reads the logits once rather than once per sum."""
-    return _one_pass_forward(logits_AV, target_A, axis)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _in_one_pass(logits_AV, target_A, sums, axis):
+    """`from_logits` with a backward pass that reads the logits once rather than once per sum.
+
+    Args:
+      sums: entropy and log-sum-exp, if they are known from a pass before: then nothing is computed but the gradient,
+        and the results have no meaning.
+    """
+    return _one_pass_forward(logits_AV, target_A, sums, axis)[0]
 
 
-def _one_pass_forward(logits_AV, target_A, axis):
-    logp_A, *sums = from_logits(logits_AV, target_A, axis=axis)
-    entropy_A, lse_A = checkpoint_name(tuple(sums), SUMS)
+def _one_pass_forward(logits_AV, target_A, sums, axis):
+    if sums is None:
+        logp_A, *sums = from_logits(logits_AV, target_A, axis=axis)
+    else:
+        logp_A = jnp.zeros_like(sums[0])
+    entropy_A, lse_A = sums
     return (logp_A, entropy_A, lse_A), (logits_AV, target_A, entropy_A, lse_A)
 
 
@@ -70,38 +78,137 @@ def _one_pass_backward(axis, kept, given):
     dlogp_A1, dentropy_A1, dlse_A1 = (x_A[:, None] for x_A in given)
     logp_AV = logits_AV - lse_A[:, None]
     slope_AV = jnp.exp(logp_AV) * (dlse_A1 - dlogp_A1 - dentropy_A1 * (logp_AV + entropy_A[:, None]))
-    return slope_AV + jnp.where(target_A[:, None] == column_V[None], dlogp_A1, 0), None
+    return slope_AV + jnp.where(target_A[:, None] == column_V[None], dlogp_A1, 0), None, None
 
 
 _in_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
-@jax.custom_vjp
-def _project(h_CD, head_VD, narrow_VD):
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _project(h_CD, head, narrow_VD, known_CV, turned: bool):
     """Logits in fp32 or wider. The backward matmuls run in the dtype of the hidden states, as in layers, except for
     fp16, in which most gradients of logits would underflow.
 
     Args:
-      narrow_VD: the head cast to the hidden states' dtype; gradients flow only into `head_VD`.
+      head: [V, D], whose numbers are not read: it gets the gradient.
+      narrow_VD: the head in the hidden states' dtype, which gets none.
+      known_CV: the logits, if they are known from a pass before.
+      turned: `head` is transposed, [D, V].
     """
+    if known_CV is not None:
+        return known_CV
     wide = jnp.promote_types(h_CD.dtype, jnp.float32)
     return jnp.einsum("CD,VD->CV", h_CD, narrow_VD, preferred_element_type=wide)
 
 
-def _project_backward(kept, d_CV):
-    h_CD, none_0D, narrow_VD = kept
+def _project_backward(turned, kept, d_CV):
+    h_CD, none, narrow_VD = kept
     wide, d_CV = d_CV.dtype, d_CV.astype(jnp.promote_types(h_CD.dtype, jnp.bfloat16))
-    dhead_VD = jnp.einsum("CV,CD->VD", d_CV, h_CD, preferred_element_type=wide)
-    return (d_CV @ narrow_VD).astype(h_CD.dtype), dhead_VD.astype(none_0D.dtype), None
+    product = jnp.einsum("CV,CD->DV" if turned else "CV,CD->VD", d_CV, h_CD, preferred_element_type=wide)
+    return (d_CV @ narrow_VD).astype(h_CD.dtype), product.astype(none.dtype), None, None
 
 
-_project.defvjp(lambda h, head, narrow: (_project(h, head, narrow), (h, head[:0], narrow)), _project_backward)
+_project.defvjp(
+    lambda h, head, narrow, *rest: (_project(h, head, narrow, *rest), (h, head[:0], narrow)), _project_backward
+)
+
+
+class _Chunks(NamedTuple):
+    """How chunks of tokens are computed: what is alike for all of them, and static.
+
+    Attributes:
+      turned: as in `_project`.
+      keeps: logits are saved for the backward pass.
+      axis, per_chunk: as in `from_hidden`.
+      made: a function for each model from products to logits.
+    """
+
+    turned: bool
+    keeps: bool
+    axis: str | None
+    per_chunk: Callable | None
+    made: tuple[Callable, ...]
+
+    def one(self, head, h_CD, narrow, given, known=(None, None)):
+        """(results of a chunk, products of its hidden states and the head); `known`: these products, and two of the
+        results, from a pass before."""
+        target_C, temperature_C, beside, others_CE = given
+        product_CV = _project(h_CD, head, narrow[0], known[0], self.turned)
+        logits_CV = self.made[0](product_CV) / temperature_C[:, None]
+        extra = None
+        if self.per_chunk:
+            whole = lambda h_CE, narrow_VE: _project(h_CE, narrow_VE, narrow_VE, None, False)
+            others = map(whole, others_CE, narrow[1:])
+            rows = [logits_CV, *(make(x_CV) for make, x_CV in zip(self.made[1:], others, strict=True))]
+            if self.axis is not None:
+                rows = [jax.lax.all_gather(x_CV, self.axis, axis=1, tiled=True) for x_CV in rows]
+            extra = self.per_chunk(rows[0], target_C, beside, *rows[1:])
+        return (*_in_one_pass(logits_CV, target_C, known[1], self.axis), extra), product_CV
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_chunks(how: _Chunks, head, h_NCD, narrow, needed_N, given):
+    """The results of all chunks, [N, C, ...]. The gradient of the head is a sum that each chunk adds to, and which
+    chunks that nobody needs do not touch; no gradient flows into the rest but hidden states.
+
+    Args:
+      needed_N: bool; None = all.
+      given: pytree of [N, C, ...]: targets, temperatures, `beside`, and hidden states of other models.
+    """
+    return _chunks_forward(how, head, h_NCD, narrow, needed_N, given)[0]
+
+
+def _chunks_forward(how, head, h_NCD, narrow, needed_N, given):
+    def one(_, chunk):
+        needed, h_CD, given = chunk
+        out = _if_needed(needed, lambda *chunk: how.one(head, chunk[0], narrow, chunk[1]), h_CD, given)
+        return None, (out[0], out[1] if how.keeps else None)
+
+    _, (out, product_NCV) = jax.lax.scan(one, None, (needed_N, h_NCD, given))
+    return out, (head[:0], h_NCD, narrow, needed_N, given, product_NCV, out[1:3])
+
+
+def _chunks_backward(how, kept, slopes):
+    none, h_NCD, narrow, needed_N, given, *known = kept
+    V, D = narrow[0].shape
+    head = jnp.zeros((D, V) if how.turned else (V, D), none.dtype)
+
+    def one(sum, chunk):
+        needed, h_CD, given, known, slope = chunk
+
+        def add(sum, h_CD, given, known, slope):
+            chunk = lambda head, h_CD: how.one(head, h_CD, narrow, given, known)[0]
+            dhead, dh_CD = jax.vjp(chunk, head, h_CD)[1](slope)
+            return sum + dhead, dh_CD
+
+        if needed is None:
+            return add(sum, h_CD, given, known, slope)
+        nothing = lambda sum, h_CD, *_: (sum, jnp.zeros_like(h_CD))
+        return jax.lax.cond(needed, add, nothing, sum, h_CD, given, known, slope)
+
+    dhead, dh_NCD = jax.lax.scan(one, head, (needed_N, h_NCD, given, tuple(known), slopes), reverse=True)
+    return dhead, dh_NCD, None, None, None
+
+
+_by_chunks.defvjp(_chunks_forward, _chunks_backward)
+
+
+def _if_needed(needed, f, *chunk):
+    """f(*chunk), or zeros."""
+    if needed is None:
+        return f(*chunk)
+    nothing = lambda *chunk: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, *chunk))
+    return jax.lax.cond(needed, f, nothing, *chunk)
+
+
+def _same(product_CV):
+    return product_CV
 
 
 @shaped
 def from_hidden(
     hidden_AD, head_VD, target_A, *, temperature=1.0, needed_A=None, chunk=None, per_chunk=None, beside=None, others=(),
-    logits=(), axis=None, narrow=None,
+    logits=(), axis=None, into_DV=None,
 ):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
@@ -121,12 +228,14 @@ def from_hidden(
       logits: for the model and each of the others a function of single products of hidden state and head, applied
         before the temperature: a scale or a soft cap; none = the products are the logits.
       axis: mesh axis over which the heads' rows are sharded, as in `from_logits`; `per_chunk` still gets whole rows.
-      narrow: the head in the dtype of the hidden states, [V, D]; then `head_VD` only gets the gradient, and its numbers
-        are not read. None = a cast of it.
+      into_DV: gets the head's gradient in its place, transposed and in its own dtype; its numbers are not read.
+
+    No gradient flows into temperatures, `beside` and other models.
 
     Returns:
       logp_A, entropy_A, lse_A, and per_chunk's results with leading axis A (None without it).
     """
+    fixed = jax.lax.stop_gradient
     A, V = hidden_AD.shape[0], head_VD.shape[0]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
     C = min(chunk or chunk_size(V, hardware.platform()), A)
@@ -134,41 +243,20 @@ def from_hidden(
     again = chunk or per_chunk or A * V > KEPT
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
 
-    others_AE = [hidden_AE for hidden_AE, _ in others]
-    heads = [(head, jax.lax.stop_gradient(head).astype(h.dtype)) for h, head in ((hidden_AD, head_VD), *others)]
-    if narrow is not None:
-        heads[0] = head_VD, jax.lax.stop_gradient(narrow)
-    made = logits or [lambda product_CV: product_CV] * len(heads)
-
-    def one(h_CD, target_C, temperature_C, given, others_CE):
-        project = lambda i, h_CD: made[i](_project(h_CD, *heads[i]))
-        logits_CV = checkpoint_name(project(0, h_CD) / temperature_C[:, None], LOGITS)
-        extra = None
-        if per_chunk:
-            rows = [logits_CV, *(project(i, h_CE) for i, h_CE in enumerate(others_CE, 1))]
-            if axis is not None:
-                rows = [jax.lax.all_gather(x_CV, axis, axis=1, tiled=True) for x_CV in rows]
-            extra = per_chunk(rows[0], target_C, given, *rows[1:])
-        return *_in_one_pass(logits_CV, target_C, axis), extra
-
-    def one_if_needed(needed_C, *given):
-        nothing = lambda *given: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *given))
-        return jax.lax.cond(needed_C.any(), one, nothing, *given)
-
-    xs = [hidden_AD, target_A, temperature_A, beside, others_AE]
+    others_AE = [fixed(hidden_AE) for hidden_AE, _ in others]
+    narrow = tuple(fixed(head).astype(h.dtype) for h, head in ((hidden_AD, head_VD), *others))
+    made = tuple(logits) or (_same,) * len(narrow)
+    how = _Chunks(into_DV is not None, not again, axis, per_chunk, made)
+    xs = [hidden_AD, (target_A, fixed(temperature_A), fixed(beside), others_AE)]
     skips = needed_A is not None and axis is None and C < A
     if skips:  # tokens that are needed first, so that they share chunks
         order_A = jnp.argsort(~needed_A)
-        xs = jax.tree.map(lambda x: jnp.take(x, order_A, axis=0), [needed_A, *xs])
-    saved = (SUMS,) if again else (SUMS, LOGITS)
-    fn = jax.checkpoint(one_if_needed if skips else one, policy=jax.checkpoint_policies.save_only_these_names(*saved))
-    if C == A:
-        out = fn(*xs)
-    else:
-        chunks = lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), "edge").reshape(-1, C, *x.shape[1:])
-        xs = jax.tree.map(chunks, xs)
-        _, out = jax.lax.scan(lambda _, x: (None, fn(*x)), None, xs)
-        out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)
+        xs = jax.tree.map(lambda x: jnp.take(x, order_A, axis=0), xs)
+    edge = lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), "edge").reshape(-1, C, *x.shape[1:])
+    h_NCD, given = jax.tree.map(edge, xs)
+    needed_N = edge(needed_A[order_A]).any(1) if skips else None
+    out = _by_chunks(how, head_VD if into_DV is None else into_DV, h_NCD, narrow, needed_N, given)
+    out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)
     if skips:
         out = jax.tree.map(lambda x: jnp.zeros_like(x).at[order_A].set(x, unique_indices=True), out)
     if needed_A is None:

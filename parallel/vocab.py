@@ -41,17 +41,18 @@ def take(table_VD, token_BT, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(part_VD, dtype):
-    """(a stand-in for the whole matrix, for gradients alone: its numbers are never read; the whole matrix in `dtype`).
+    """(a stand-in for the whole matrix, transposed, for gradients alone: its numbers are never read; the whole matrix
+    in `dtype`).
 
     Only the second is sent, so a head that is computed in bf16 is not gathered in fp32; gradients are summed in the
-    matrix's own dtype, and scattered.
+    matrix's own dtype, and scattered by their first axis: by another a device would transpose the whole before.
     """
     whole_VD = jax.lax.all_gather(part_VD.astype(dtype), COLUMNS, axis=1, tiled=True)
-    return jnp.zeros(whole_VD.shape, part_VD.dtype), whole_VD
+    return jnp.zeros(whole_VD.shape[::-1], part_VD.dtype), whole_VD
 
 
 def _scatter(dtype, _, given):
-    return (jax.lax.psum_scatter(given[0], COLUMNS, scatter_dimension=1, tiled=True),)
+    return (jax.lax.psum_scatter(given[0], COLUMNS, scatter_dimension=0, tiled=True).T,)
 
 
 _gathered.defvjp(lambda part_VD, dtype: (_gathered(part_VD, dtype), None), _scatter)
@@ -72,7 +73,7 @@ def score(
       logits: as in `from_hidden`.
     """
 
-    def local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others, axis=None, narrow_VD=None):
+    def local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others, axis=None, into_DV=None):
         B, T, _ = hidden_BTD.shape
         flat = lambda x: x.reshape(B * T, *x.shape[2:])
         out = logprobs.from_hidden(
@@ -80,7 +81,7 @@ def score(
             needed_A=None if needed_BT is None else flat(needed_BT), chunk=chunk, per_chunk=per_chunk,
             beside=jax.tree.map(flat, beside),
             others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
-            narrow=narrow_VD,
+            into_DV=into_DV,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
@@ -88,8 +89,8 @@ def score(
         return local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)
 
     def split(hidden_BTD, head_VD, *given):
-        head_VD, narrow_VD = _gathered(head_VD, hidden_BTD.dtype)
-        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, narrow_VD=narrow_VD)
+        into_DV, head_VD = _gathered(head_VD, hidden_BTD.dtype)
+        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, into_DV=into_DV)
         return one(hidden_BTD, head_VD, *given)
 
     each = rows()
