@@ -7,6 +7,7 @@ state/39.damaged/      one whose files are not what was written, set aside
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import shutil
@@ -123,10 +124,8 @@ class Store:
         return self._about(version)["cursor"]
 
     def _about(self, version: int) -> dict:
-        import orbax.checkpoint as ocp
-
-        args = ocp.args.Composite(about=ocp.args.JsonRestore())
-        return self._checkpointer.restore(self.path / str(version), args=args)["about"]
+        """What was saved beside the arrays. Orbax's reader would wait for all processes, and one may look alone."""
+        return json.loads((self.path / str(version) / "about" / "metadata").read_bytes())
 
     def restore(self, like, version: int | None = None) -> tuple[Any, Any]:
         """(state, cursor) of a version, the newest by default, in the structure and dtypes of `like`.
@@ -194,7 +193,8 @@ def newest(path: Path) -> tuple[int, Any] | None:
     """(the newest version under `path`, its cursor), without a look at its arrays; None if there is none to read."""
     if not path.is_dir() or not (found := versions(path)):
         return None
-    with contextlib.closing(Store(path.absolute(), 1, found[-1])) as store, contextlib.suppress(ValueError, OSError):
+    unreadable = contextlib.suppress(ValueError, OSError, LookupError, TypeError)
+    with contextlib.closing(Store(path.absolute(), 1, found[-1])) as store, unreadable:
         return found[-1], store.cursor(found[-1])
     return None
 

@@ -107,6 +107,9 @@ def restore_state(model: str, layout: str, path: str) -> dict:
     with orbax.open_store(path) as store:
         back, cursor = store.restore(like)
     assert cursor == {"next": 3} and store.latest == 7
+    if jax.process_index() == 0:  # alone
+        assert orbax.newest(Path(path)) == (7, cursor)
+    processes.anyone(False)
     bits = lambda x: [np.asarray(one.data).tobytes() for one in x.addressable_shards]
     pairs = list(zip(*map(jax.tree.leaves, (back, whole)), strict=True))
     return {"arrays": len(pairs), "equal": sum(bits(a) == bits(b) for a, b in pairs)}

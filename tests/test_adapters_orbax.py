@@ -45,6 +45,13 @@ def test_the_newest_two_states_are_kept(tmp_path):
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 3]
 
 
+def test_one_process_of_a_job_may_look_at_the_newest_state(tmp_path, monkeypatch):
+    with orbax.open_store(tmp_path) as store:
+        store.save(3, fresh(), {"next": 7})
+    monkeypatch.delattr(orbax.Store, "_checkpointer")  # whose calls wait for all processes
+    assert orbax.newest(tmp_path) == (3, {"next": 7})
+
+
 def test_a_state_is_checked_and_written_without_a_copy_of_it(tmp_path):
     state = {"w": jnp.ones((300, 500)), "v": jnp.ones((2, 70_000))}
     used = orbax._zeros.lower(list(state.values())).compile().memory_analysis().temp_size_in_bytes

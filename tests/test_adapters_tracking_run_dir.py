@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import json
 import math
+import resource
 import threading
 from pathlib import Path
 
@@ -79,6 +81,17 @@ def test_lines_are_on_disk_before_the_run_is_closed(tmp_path):
         run.log("sft", 0, loss=1.0)
         sample(run, 0)
         assert len(lines(tmp_path / "metrics.jsonl")) == len(lines(tmp_path / "samples.jsonl")) == 1
+
+
+def test_a_disk_that_takes_no_more_is_named_with_the_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError) as raised, run_dir.open_run(tmp_path) as run:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            run.log("sft", 0, loss=1.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(tmp_path / "metrics.jsonl"))
 
 
 def test_lines_of_concurrent_threads_are_not_mixed(tmp_path):

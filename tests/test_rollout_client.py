@@ -318,7 +318,7 @@ def test_the_deadline_covers_queueing_and_retries():
     async def main():
         async with serving() as a, client.connect([a.url], timeout_s=0.2) as fleet:
             a.going.clear()
-            with pytest.raises(RuntimeError, match=r"not done in 0.2 s \(still waiting"):
+            with pytest.raises(RuntimeError, match=rf"not done in 0.2 s \({a.url}: still waiting"):
                 await fleet.generate([1])
             a.script = [answers(503, {"no": "room"})] * 100
             with pytest.raises(RuntimeError, match=r"not done in 0.2 s .*HTTP 503"):
@@ -813,14 +813,14 @@ def test_a_server_started_with_the_pushed_version_is_only_verified(tmp_path):
                 a.refuse["/weights_checker"], c.refuse["/weights_checker"] = holds("ab"), holds("cd")
                 fleet.servers[0].fresh = fleet.servers[2].fresh = True
                 report = await push_weights(fleet, tmp_path, V1)
-                assert controls(a) == ["/weights_checker"] and controls(b) == PUSH
+                assert controls(a) == ["/weights_checker", "/model_info"] and controls(b) == PUSH
                 assert report.loaded == (a.url, b.url) and fleet.published.label == V1
                 assert "differ from the manifest, first norm" in report.failed[c.url]
                 c.refuse.clear()
                 await until(lambda: states(fleet) == ["healthy"] * 3)
                 assert "/update_weights_from_disk" in controls(c)
                 await push_weights(fleet, tmp_path, V1)
-                assert controls(a) == ["/weights_checker", *PUSH]
+                assert controls(a) == ["/weights_checker", "/model_info", *PUSH, "/model_info"]
 
     run(main)
 
@@ -858,6 +858,23 @@ def test_tensors_that_a_push_changed_must_have_changed_on_the_server(tmp_path, n
                 wanted = f"reports {V2}, but {len(kept)} tensors are those of .*, first {kept[0]}: it answered"
                 with pytest.raises(RuntimeError, match=wanted):
                     await push_weights(fleet, tmp_path / "1", V2)
+
+    run(main)
+
+
+def test_weights_that_another_run_loads_during_the_proof_prove_nothing(tmp_path):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+
+            async def sums(request, body):
+                if a.label == V2 and not fleet.counts["undone"]:
+                    a.label = "2-cccccccc"
+                return await answers(200, {"success": True, "ranks": [{"checksums": {"qkv": a.label}}]})(request, body)
+
+            a.refuse["/weights_checker"] = sums
+            await push_weights(fleet, tmp_path, V1)
+            await push_weights(fleet, tmp_path, V2)
+            assert fleet.counts["undone"] == 1 and [*fleet.published.checksums.values()] == [[{"qkv": V2}]]
 
     run(main)
 

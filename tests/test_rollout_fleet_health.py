@@ -124,6 +124,24 @@ def test_a_recovering_server_gets_a_version_pushed_meanwhile(tmp_path):
 # ---------------------------------------------------------------- servers that die or hang
 
 
+def test_a_server_that_something_else_paused_is_named(caplog):
+    none_runs = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 1, "token_usage": 0.0}]}
+
+    async def main():
+        async with serving() as a, watched([a.url]) as fleet:
+            a.refuse["/v1/loads"] = answers(200, none_runs)
+            await until(lambda: sum(path == "/v1/loads" for path, _ in a.calls) > 5)
+            assert not caplog.messages  # it has no requests
+            a.going.clear()
+            waiting = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
+            await until(lambda: caplog.messages)
+            a.going.set()
+            check(await waiting, [1], 3)
+            assert [f"{a.url}: has 1 requests of this run and ran none" in line for line in caplog.messages] == [True]
+
+    run(main)
+
+
 def test_a_server_that_returns_with_other_weights_loads_the_newest_version(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as stack:

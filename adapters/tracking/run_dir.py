@@ -215,9 +215,13 @@ class Run:
         self._append(self._samples, plain(line))
 
     def _append(self, file, line: dict) -> None:
-        text = json.dumps(line, allow_nan=False) + "\n"
+        left = memoryview((json.dumps(line, allow_nan=False) + "\n").encode())
         with self._lock:
-            file.write(text)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError as error:  # of a full disk; an open file's has no name
+                raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _histogram(name: str, value: Mapping) -> dict:
@@ -254,7 +258,7 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
       quiet: reads and writes nothing: for the other processes of a job.
     """
     if quiet:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        with open(os.devnull, "wb", buffering=0) as nowhere:
             yield Run(pathlib.Path(path), nowhere, nowhere, time.monotonic())
         return
     path = pathlib.Path(path)
@@ -270,8 +274,8 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
     if (path / METRICS).exists():
         before = max((line.get("seconds", 0.0) for line in read_lines(path / METRICS)), default=0.0)
     with (
-        open(path / METRICS, "a", buffering=1, encoding="utf-8", newline="\n") as metrics,
-        open(path / SAMPLES, "a", buffering=1, encoding="utf-8", newline="\n") as samples,
+        open(path / METRICS, "ab", buffering=0) as metrics,  # closing one with a buffer would fail again
+        open(path / SAMPLES, "ab", buffering=0) as samples,
     ):
         yield Run(path, metrics, samples, time.monotonic() - before)
 

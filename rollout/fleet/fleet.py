@@ -393,6 +393,9 @@ class Fleet:
                 with lora.using(server, name):
                     part = await self.on(server, self._verified(server, attempt, name))
                 part = lora.stamped(server, name, part)
+            except asyncio.CancelledError:  # by `_in_time`, whose error names the server
+                trouble.append(f"{server.url}: still waiting or generating")
+                raise
             except Busy as error:
                 trouble.append(str(error))
                 asked_s = error.wait_s

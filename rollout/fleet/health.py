@@ -12,6 +12,7 @@ A server always loads the newest published version before it gets a request.
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 import logging
 
@@ -24,7 +25,10 @@ from .fleet import Fleet, Restart, labels_of
 
 log = logging.getLogger(__name__)
 
+IDLE_CHECKS = 3  # in a row after which a server that runs nothing is named
 TAKEN = 3  # times that a server is taken back from another run: two runs on one would go on for ever
+
+Idle = collections.Counter[Server]  # at how many checks in a row it had requests and ran none
 
 
 async def recover(fleet: Fleet, server: Server) -> None:
@@ -137,17 +141,26 @@ async def _restart(fleet: Fleet, server: Server, restart: Restart) -> None:
 async def watch(fleet: Fleet) -> None:
     """Checks the healthy servers periodically: a server that hangs breaks no connection, nor does a long queue."""
     pauses: dict[Server, int] = {}  # of each server at the last check
+    idle = Idle()
     while True:
         await asyncio.sleep(fleet.timeouts.heartbeat_s)
         await asyncio.gather(*(_check(fleet, server) for server in fleet.healthy))
-        await asyncio.gather(*(_read_load(fleet, server, pauses) for server in fleet.healthy))
+        await asyncio.gather(*(_read_load(fleet, server, pauses, idle) for server in fleet.healthy))
 
 
-async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int]) -> None:
-    """Adjusts the server's limit to its load report, unless a push has just disturbed its queue."""
+async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], idle: Idle) -> None:
+    """Adjusts the server's limit to its load report, unless a push has just disturbed its queue; says if it runs
+    nothing. It is not resumed: another run may be loading weights into it."""
     report = await server.api.reported_load(timeout_s=fleet.timeouts.load_report_s)
     before, pauses[server] = pauses.get(server), server.pauses
-    fleet.on_load_report(server, report if server.pauses == before else None)
+    report = report if server.pauses == before else None
+    fleet.on_load_report(server, report)
+    idle[server] = idle[server] + 1 if report and server.load and not report.running else 0
+    if idle[server] == IDLE_CHECKS:
+        log.warning(
+            "%s: has %d requests of this run and ran none at the last %d checks: something else may have paused it; "
+            "POST /continue_generation resumes it", server.url, server.load, IDLE_CHECKS,
+        )  # fmt: skip
 
 
 async def _check(fleet: Fleet, server: Server) -> None:

@@ -54,22 +54,27 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
                 await server.handover(server, weights, mode != "in_place")
         server.cached.clear()  # prefixes computed with the old weights are flushed or keyed differently
         load_s = now() - loading
-        reported = await server.api.weight_label(reach_s=server.api.reach_s)
-        if reported != weights.label:
-            raise ServerError(f"{server.url}: reports weights {reported!r} instead of {weights.label!r}")
+        _compare_label(server, await server.api.weight_label(reach_s=server.api.reach_s), weights.label)
         server.base, server.admitted = "", len(server.labels) - 1
         await server.api.resume()
         pause_s = now() - paused
 
     resumed = now()
-    difference = None
-    if weights.probe:
-        answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S)
-        difference = verify.probe_difference(server, weights.probe, answer)
+    answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S) if weights.probe else None
+    ranks = await server.api.checksums() if server.has_checksums else []
+    if answer or ranks:  # else another run's weights, loaded meanwhile, would be taken for a fault, or for these
+        _compare_label(server, await server.api.weight_label(reach_s=server.api.reach_s), weights.label)
+    difference = verify.probe_difference(server, weights.probe, answer) if weights.probe and answer else None
     if server.has_checksums:
-        verify.compare_checksums(server, weights, await server.api.checksums())
+        verify.compare_checksums(server, weights, ranks)
     server.weights_verified.set()
     return Loaded(pause_s, load_s, now() - resumed, difference)
+
+
+def _compare_label(server: Server, reported: str, label: str) -> None:
+    """Raises ServerError if the server reports other weights."""
+    if reported != label:
+        raise ServerError(f"{server.url}: reports weights {reported!r} instead of {label!r}")
 
 
 @contextlib.contextmanager

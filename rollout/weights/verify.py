@@ -50,7 +50,7 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
         differ = [
             name for ours, theirs in zip(ranks, first, strict=True) for name in ours if ours[name] != theirs[name]
         ]
-        source = "another server with this version"
+        source = "those first reported for this version"
     if differ:
         raise ServerError(
             f"{server.url}: reports {weights.label}, but {len(differ)} tensors differ from {source}, first {differ[0]}"
