@@ -106,15 +106,14 @@ def _by_xla(logits_SV, open_SV, controls: Controls, index_S, active_S):
     scaled_SV, open_SV = logits_SV / temperature_S1, open_SV / temperature_S1
     lse_S = jax.nn.logsumexp(scaled_SV, -1)
     filters = (controls.top_k_S > 0) | (controls.top_p_S < 1) | (controls.min_p_S > 0)
-    open_SV = jax.lax.cond(
-        jnp.any(filters & drawn_S), lambda x_SV: filtered(x_SV, controls), lambda x_SV: x_SV, open_SV
-    )
 
     def draw(x_SV):
         noise_SV = noise(controls.seed_S2, index_S, x_SV.shape[1])
         return argmax(jnp.where(greedy_S[:, None], x_SV, x_SV + noise_SV))
 
-    token_S = jax.lax.cond(jnp.any(drawn_S), draw, argmax, open_SV)
+    # No branch returns what it is given: accelerators would copy all logits.
+    how = jnp.any(drawn_S).astype(jnp.int32) + jnp.any(filters & drawn_S)
+    token_S = jax.lax.switch(how, [argmax, draw, lambda x_SV: draw(filtered(x_SV, controls))], open_SV)
     return token_S, jnp.take_along_axis(scaled_SV, token_S[:, None], -1)[:, 0] - lse_S, lse_S
 
 
