@@ -51,9 +51,12 @@ def train(recipe: str, *options: str) -> int:
 def plan(recipe: str, *options: str) -> int:
     """Estimate whether a run fits and what it costs, without devices: areax plan RECIPE --model DIR ..."""
     with _importing(f"plan {recipe}", options):
+        import jax
+
         from .commands import plan, suggest
 
         module, settings = _recipe(recipe, "plan")
+    jax.config.update("jax_platforms", "cpu")  # none is used, and they may belong to a run
     # Options that a plan does not need (data, reward) are not required.
     empty = lambda field: "" if field.type in (str, "str") and field.name != "model" else tyro.MISSING
     given = parse.instance(module.Config, settings, empty)
