@@ -161,7 +161,8 @@ def from_hidden(
         order_A = jnp.argsort(~needed_A)
         xs = jax.tree.map(lambda x: jnp.take(x, order_A, axis=0), [needed_A, *xs])
     saved = (SUMS,) if again else (SUMS, LOGITS)
-    fn = jax.checkpoint(one_if_needed if skips else one, policy=jax.checkpoint_policies.save_only_these_names(*saved))
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    fn = jax.checkpoint(one_if_needed if skips else one, prevent_cse=C == A, policy=policy)
     if C == A:
         out = fn(*xs)
     else:
