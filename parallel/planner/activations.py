@@ -105,6 +105,32 @@ def named(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     }
 
 
+def at_once(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """Bytes of a layer's values while its backward pass computes them again, and of the gradients of the part in which
+    most are there: of the MLP those of its halves, its input and output; of attention those of queries and output."""
+    tokens, item, D = job.local_tokens, job.itemsize, job.embed
+    found, layer = values(job, stack), job.record(stack)
+    normed = sum(tokens * size * item for size, groups in _norms(job, stack).values() if groups == 1 and size == D)
+    names = ("input", "dots", "attention", "qkv", "outputs")
+    made = normed + sum(found.get(name, 0) for name in names)
+    half = max((job.width(stack[up].param.axes.split()[0]) for up in MLPS if up in stack), default=0)
+    sums = job.layout.tp > 1  # of products, before they are added up over tp
+    mlp = tokens * item * (2 * half + (3 + sums) * D)
+    low = [
+        job.width(axes.split()[0]) for axes in (leaf.param.axes for leaf in job.low[job.stacks.index(stack)].values())
+    ]
+    made -= tokens * item * (sum(low) - max(low, default=0))  # an adapter's product is added to that of its weight
+    mixer = 0.0
+    if recurrent(layer):
+        made += found["states"] + found["sums"] + found["recurrence"]
+    else:
+        mixer = tokens * item * (half + 3 * layer.heads * layer.key_dim / job.layout.tp + D)
+    if "router" in stack:
+        made += found["experts"]
+        mlp += found["halves"]
+    return made + max(mlp, mixer)
+
+
 def _norms(job: Job, stack: Mapping[str, Leaf]) -> dict[str, tuple[float, float]]:
     """The size of what each norm of a layer normalises of a token, on a device, and the number of groups that are
     normalised by themselves."""
