@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ...core.param import Leaf
 from .. import experts
 from . import towers
-from .job import NAMED, Job
+from .job import KEPT, NAMED, Job
 from .leaves import added, depth, expert, matrix, matrix_states, recurrent
 
 WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
@@ -103,6 +103,13 @@ def named(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         "mlp_gate_up": made["mlp_gate_up"] + found.get("halves", 0),
         "states": found.get("states", 0),
     }
+
+
+def unfused(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """`at_once` of XLA's CPU backend, which writes all of a layer's values, those of norms in fp32, and the gradients
+    of all but norms, which it adds up at once."""
+    sizes = {name: size for name, size in values(job, stack).items() if name in KEPT["none"][:-1]}
+    return 2 * sum(sizes.values()) - sizes["norms"]
 
 
 def at_once(job: Job, stack: Mapping[str, Leaf]) -> float:

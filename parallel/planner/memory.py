@@ -21,7 +21,7 @@ from . import activations, towers
 from .activations import WIDE, saved
 from .figures import HOLES
 from .job import Job
-from .leaves import expert
+from .leaves import depth, expert
 
 STEP = 4  # bytes of the step counter
 
@@ -290,20 +290,36 @@ def _transposed(job: Job) -> int:
 def _layer(job: Job) -> int:
     """Temporaries of a layer's backward pass: weights in use, the values that it computes again in the dtype of the
     computation, which fusions keep no wider, and the gradients of a part of them."""
-    return round(max(_weights(job, stack) + activations.at_once(job, stack) for stack in job.stacks))
+    at_once = activations.unfused if job.platform == "cpu" else activations.at_once
+    weights = _all_weights if job.platform == "cpu" else _weights
+    return round(max(weights(job, stack) + at_once(job, stack) for stack in job.stacks))
+
+
+def _all_weights(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """A layer's weights in the dtype of the computation, gathered ones as they are stored, too, and their gradients:
+    XLA's CPU backend orders what it computes without regard to memory."""
+    copies = (1 if job.adapters else 2) * job.itemsize
+    return sum(job.whole(leaf) * (job.bytes_of(leaf) * gathers(job) + copies) for leaf in stack.values())
 
 
 def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
-    """Weights in use at a time: of experts all as they are stored, with the sums of their gradients, and one of their
-    matrices in the dtype of the computation; of others one, and its gradient. On a mesh two are there as they are
-    stored, the next one's being gathered."""
+    """Weights in use at a time.
+
+    Of experts all as they are stored, with the sums of their gradients, and one matrix in the dtype of the computation;
+    of a run of a single layer only the latter of all, since nothing is copied from or to a stack. Of other weights the
+    largest; on a mesh with its gradient, and the one that is gathered next. Frozen ones are not cast, so that the
+    layer's part of each stack is a copy.
+    """
     item = job.itemsize
-    experts = [job.whole(leaf) * (job.bytes_of(leaf) + WIDE + item / 3) for leaf in stack.values() if expert(leaf)]
+    experts = [job.whole(leaf) for leaf in stack.values() if expert(leaf)]
+    stored = max((job.bytes_of(leaf) for leaf in stack.values() if expert(leaf)), default=0)
+    used = sum(experts) * (stored + WIDE) + max(experts, default=0) * item
+    if depth(stack) == 1 and not gathers(job):
+        used = sum(experts) * item
     others = [job.whole(leaf) for leaf in stack.values() if not expert(leaf)]
-    if job.adapters and not gathers(job):  # nothing is cast, so that a layer's part of each stack is a copy
-        return sum(experts) + sum(others) * item
-    around = 2 * WIDE + 3 * item if gathers(job) else item
-    return sum(experts) + max(others, default=0) * around
+    if job.adapters and not gathers(job):
+        return used + sum(others) * item
+    return used + max(others, default=0) * (2 * WIDE + 3 * item if gathers(job) else item)
 
 
 def _forward(job: Job) -> int:
