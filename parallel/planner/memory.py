@@ -261,8 +261,20 @@ def phases(job: Job) -> dict[str, Phase]:
         "layers": Phase(total + layers + head, kept, 0, beside + max(_layer(job), round(towers.working(job)))),
         "end": Phase(total + layers + head, 0, 0, beside),
     }
+    if job.optim.state == "float8" and not job.optim.offload and job.trained:
+        gradient = sums(job) if job.microbatches > 1 else size(job, job.trained)
+        found["update"] = Phase(gradient, 0, 0, _rescaled(job))
     teacher = job.teachers_pass
     return found | ({"teacher": Phase(0, 0, 0, _forward(teacher))} if teacher else {})
+
+
+def _rescaled(job: Job) -> int:
+    """New moments in fp32 of the largest weights, before they are narrowed by the largest of each block; XLA updates
+    weights of the same shape together."""
+    shapes: dict[tuple[int, ...], int] = {}
+    for leaf in job.trained:
+        shapes[leaf.shape] = shapes.get(leaf.shape, 0) + job.held(leaf)
+    return (2 if job.optim.name == "adamw" else 1) * WIDE * max(shapes.values())
 
 
 def _head_gradient(job: Job) -> int:
