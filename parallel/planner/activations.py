@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ...core.param import Leaf
 from .. import experts
 from . import towers
-from .job import NAMED, Job
+from .job import KEPT, NAMED, Job
 from .leaves import added, depth, expert, matrix, matrix_states, recurrent
 
 WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
@@ -103,6 +103,39 @@ def named(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         "mlp_gate_up": made["mlp_gate_up"] + found.get("halves", 0),
         "states": found.get("states", 0),
     }
+
+
+def unfused(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """`at_once` of XLA's CPU backend, which writes all of a layer's values, those of norms in fp32, and the gradients
+    of all but norms, which it adds up at once."""
+    sizes = {name: size for name, size in values(job, stack).items() if name in KEPT["none"][:-1]}
+    return 2 * sum(sizes.values()) - sizes["norms"]
+
+
+def at_once(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """Bytes of a layer's values while its backward pass computes them again, and of the gradients of the part in which
+    most are there: of the MLP those of its halves, its input and output; of attention those of queries and output."""
+    tokens, item, D = job.local_tokens, job.itemsize, job.embed
+    found, layer = values(job, stack), job.record(stack)
+    normed = sum(tokens * size * item for size, groups in _norms(job, stack).values() if groups == 1 and size == D)
+    names = ("input", "dots", "attention", "qkv", "outputs")
+    made = normed + sum(found.get(name, 0) for name in names)
+    half = max((job.width(stack[up].param.axes.split()[0]) for up in MLPS if up in stack), default=0)
+    sums = job.layout.tp > 1  # of products, before they are added up over tp
+    mlp = tokens * item * (2 * half + (3 + sums) * D)
+    low = [
+        job.width(axes.split()[0]) for axes in (leaf.param.axes for leaf in job.low[job.stacks.index(stack)].values())
+    ]
+    made -= tokens * item * (sum(low) - max(low, default=0))  # an adapter's product is added to that of its weight
+    mixer = 0.0
+    if recurrent(layer):
+        made += found["states"] + found["sums"] + found["recurrence"]
+    else:
+        mixer = tokens * item * (half + 3 * layer.heads * layer.key_dim / job.layout.tp + D)
+    if "router" in stack:
+        made += found["experts"]
+        mlp += found["halves"]
+    return made + max(mlp, mixer)
 
 
 def _norms(job: Job, stack: Mapping[str, Leaf]) -> dict[str, tuple[float, float]]:

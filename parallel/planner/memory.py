@@ -1,12 +1,13 @@
 """Closed-form memory of a training step, in bytes per device.
 
-State, gradients and batch follow from the parameter table and the sharding rules, and are exact; so are activations
-saved for the backward pass (`activations`). Temporaries are estimates.
+State and batch follow from the parameter table and the sharding rules, and are exact; so are activations saved for the
+backward pass (`activations`). Temporaries are estimates: what XLA's buffer assignment for GPUs has at the peak, part by
+part of a step (`phases`), in models of real widths within 10 % of it (tests/compilers/test_plans.py).
 """
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -16,11 +17,32 @@ from jax.sharding import AbstractMesh
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
 from .. import offload, rules
-from . import towers
-from .activations import WIDE, saved, values
-from .job import KEPT, Job
+from . import activations, towers
+from .activations import WIDE, saved
+from .figures import HOLES
+from .job import Job
+from .leaves import depth, expert
 
 STEP = 4  # bytes of the step counter
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a part of a step has on the device beside its arguments.
+
+    Attributes:
+      gradients: new ones so far, and of several microbatches their sum.
+      saved, logits, working: as in `Memory`.
+    """
+
+    gradients: int = 0
+    saved: int = 0
+    logits: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.saved + self.logits + self.working
 
 
 @dataclass(frozen=True)
@@ -31,15 +53,15 @@ class Memory:
       params: weights: fp32 unless the optimiser keeps narrower ones; under adapters the frozen ones in their dtype, and
         the adapters.
       moments: optimiser state: moments, averaged weights and counters, including the step counter.
-      gradients: the gradient; of several microbatches their sum, and that of the current one.
+      gradients: at the peak of a step (`phases`) the new ones so far, and of several microbatches their sum.
       reference: weights of the reference model, which without its adapters is the model itself.
       taught: weights of a teacher that the step reads.
       teacher: weights of a teacher that only scores the batch before the step.
       tower: of `params`, those of a frozen vision tower, which a critic shares.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
-      logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
-      working: temporaries of the backward pass of one layer or of the head, whichever is larger.
+      logits: if they are there at the peak, those of one chunk, or of all tokens if these are saved.
+      working: temporaries of the backward pass of the head or of one layer, whichever is at work at the peak.
       summed: the gradient that an update reads.
       streamed: with the optimiser's state on the host, what of it is on the device at a time, during the update.
       host: what the host holds for the device: master weights and the optimiser's state, a reference, activations.
@@ -107,16 +129,17 @@ def memory(job: Job, state: States | None = None) -> Memory:
     weights = size(teacher, teacher.weights) if teacher else 0
     taught = job.teacher is not None and job.teacher.taught
     critic = memory(job.critics_step, (of_critic, None) if of_critic else None) if job.critics_step else None
+    fullest = max(phases(job).values(), key=lambda phase: phase.total)
     return Memory(
         params=size(job, job.weights) if job.frozen_shapes is None else _quantised(job) + size(job, job.trained),
         moments=0 if job.optim.offload else own.moments,
-        gradients=size(job, job.trained) + (sums(job) if job.microbatches > 1 else 0),
+        gradients=fullest.gradients,
         summed=sums(job) if job.microbatches > 1 else size(job, job.trained),
         reference=copy if job.reference == "device" else 0,
         batch=batch(job),
-        saved=saved(job),
-        logits=logits(job),
-        working=round(max(_layer(job), _head(job), towers.working(job), _forward(teacher) if teacher else 0)),
+        saved=fullest.saved,
+        logits=fullest.logits,
+        working=fullest.working + round(HOLES * fullest.total),
         streamed=own.streamed,
         host=(own.moments if job.optim.offload else 0) + (copy if job.reference == "host" else 0)
         + saved(job, "offload") + (critic.host if critic else 0),
@@ -214,39 +237,118 @@ def _chunk(job: Job) -> int:
     return min(job.head_chunk or logprobs.chunk_size(job.vocab, job.platform), job.local_tokens)
 
 
+def gathers(job: Job) -> bool:
+    """Whether weights are gathered from other devices."""
+    return job.size("fsdp", "ep") > 1
+
+
+def phases(job: Job) -> dict[str, Phase]:
+    """What a step has on the device beside its arguments while it computes the head's gradients, those of its layers,
+    and when it has all: one after the other, so that logits and a layer's values are never there together."""
+    total = sums(job) if job.microbatches > 1 else 0
+    layers = size(job, [leaf for leaf in job.trained if leaf.layers is not None])
+    lookups = size(job, [leaf for leaf in job.trained if job.looked_up(leaf)])
+    head = _head_gradient(job)
+    # On a mesh XLA makes room for the layers' gradients before the head, and scatters the head's after the layers.
+    ahead = layers if gathers(job) else 0
+    beside, kept = _transposed(job), saved(job)
+    if job.layout.tp > 1:  # zeros in place of the tokens that other devices look up
+        beside += job.local_tokens * job.embed * job.itemsize
+    # Of a single microbatch one kernel makes room for the gradients of both matrices of the vocabulary.
+    total += lookups if job.microbatches == 1 and not gathers(job) else 0
+    found = {
+        "head": Phase(total + ahead + head, kept, logits(job), beside + _head(job)),
+        "layers": Phase(total + layers + head, kept, 0, beside + max(_layer(job), round(towers.working(job)))),
+        "end": Phase(total + layers + head, 0, 0, beside),
+    }
+    if job.optim.state == "float8" and not job.optim.offload and job.trained:
+        gradient = sums(job) if job.microbatches > 1 else size(job, job.trained)
+        found["update"] = Phase(gradient, 0, 0, _rescaled(job))
+    teacher = job.teachers_pass
+    return found | ({"teacher": Phase(0, 0, 0, _forward(teacher))} if teacher else {})
+
+
+def _rescaled(job: Job) -> int:
+    """New moments in fp32 of the largest weights, before they are narrowed by the largest of each block; XLA updates
+    weights of the same shape together."""
+    shapes: dict[tuple[int, ...], int] = {}
+    for leaf in job.trained:
+        shapes[leaf.shape] = shapes.get(leaf.shape, 0) + job.held(leaf)
+    return (2 if job.optim.name == "adamw" else 1) * WIDE * max(shapes.values())
+
+
+def _head_gradient(job: Job) -> int:
+    """The new gradient of the head's matrix, of all its columns until it is scattered."""
+    if job.adapters or job.value or not job.trains:
+        return 0
+    return sum(job.whole(leaf) * job.bytes_of(leaf) for leaf in job.top.values() if job.is_head(leaf))
+
+
+def _transposed(job: Job) -> int:
+    """Copies of weights that are gathered along another axis than their first: an all-gather joins parts along the
+    major axis, for which XLA transposes a device's part of all layers before the loop over them."""
+    if not gathers(job):
+        return 0
+    split = {axis for axis in dir(rules.RULES) if isinstance(getattr(rules.RULES, axis), tuple | str)
+             and getattr(rules.RULES, axis) != getattr(rules.GATHERED, axis)}  # fmt: skip
+    found = 0
+    for leaf in job.leaves:
+        axes = leaf.axes[1:] if leaf.layers is not None else leaf.axes
+        if not job.looked_up(leaf) and len(axes) > 1 and axes[0] not in split and split & {*axes}:
+            found += job.held(leaf) * job.bytes_of(leaf)
+    return found
+
+
 def _layer(job: Job) -> int:
-    """Temporaries of a layer's backward pass: its weights in the dtype of the computation, gathered ones as they are
-    stored, too, all its values, and the gradients of both; frozen weights have none, and those of a norm's values are
-    computed at once, into the gradient of its input."""
+    """Temporaries of a layer's backward pass: weights in use, the values that it computes again in the dtype of the
+    computation, which fusions keep no wider, and the gradients of a part of them."""
+    at_once = activations.unfused if job.platform == "cpu" else activations.at_once
+    weights = _all_weights if job.platform == "cpu" else _weights
+    return round(max(weights(job, stack) + at_once(job, stack) for stack in job.stacks))
+
+
+def _all_weights(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """A layer's weights in the dtype of the computation, gathered ones as they are stored, too, and their gradients:
+    XLA's CPU backend orders what it computes without regard to memory."""
     copies = (1 if job.adapters else 2) * job.itemsize
-
-    def at_work(stack):
-        weights = sum(job.whole(leaf) * (_gathered(job, leaf) + copies) for leaf in stack.values())
-        sizes = {name: size for name, size in values(job, stack).items() if name in KEPT["none"][:-1]}
-        return weights + 2 * sum(sizes.values()) - sizes["norms"]
-
-    return round(max(map(at_work, job.stacks)))
+    return sum(job.whole(leaf) * (job.bytes_of(leaf) * gathers(job) + copies) for leaf in stack.values())
 
 
-def _gathered(job: Job, leaf: Leaf) -> int:
-    """Bytes per entry of a weight that a device gathers from others; none if it has the whole."""
-    return job.bytes_of(leaf) if job.size("fsdp", "ep") > 1 else 0
+def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
+    """Weights in use at a time.
+
+    Of experts all as they are stored, with the sums of their gradients, and one matrix in the dtype of the computation;
+    of a run of a single layer only the latter of all, since nothing is copied from or to a stack. Of other weights the
+    largest; on a mesh with its gradient, and the one that is gathered next. Frozen ones are not cast, so that the
+    layer's part of each stack is a copy.
+    """
+    item = job.itemsize
+    experts = [job.whole(leaf) for leaf in stack.values() if expert(leaf)]
+    stored = max((job.bytes_of(leaf) for leaf in stack.values() if expert(leaf)), default=0)
+    used = sum(experts) * (stored + WIDE) + max(experts, default=0) * item
+    if depth(stack) == 1 and not gathers(job):
+        used = sum(experts) * item
+    others = [job.whole(leaf) for leaf in stack.values() if not expert(leaf)]
+    if job.adapters and not gathers(job):
+        return used + sum(others) * item
+    return used + max(others, default=0) * (2 * WIDE + 3 * item if gathers(job) else item)
 
 
 def _forward(job: Job) -> int:
     """Temporaries of a forward pass: those of `_layer` without gradients."""
-
-    def at_work(stack):
-        weights = sum(job.whole(leaf) * (_gathered(job, leaf) + job.itemsize) for leaf in stack.values())
-        return weights + sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
-
-    return round(max(map(at_work, job.stacks)))
+    return _layer(job)
 
 
 def _head(job: Job) -> int:
-    """Temporaries of the head: its matrix in the dtype of the computation, and if it is gathered its gradient; softmax
-    and gradient of the logits, of both models if distributions are compared."""
-    gathered = WIDE if job.size("fsdp", "ep") > 1 else 0
-    matrices = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf)) * (gathered + job.itemsize)
-    rows = 0 if job.value else _chunk(job) * job.vocab * WIDE
-    return matrices + 2 * (logits(job) if job.whole_logits else rows) + 3 * job.local_tokens * job.embed * WIDE
+    """Temporaries of the head: its matrix in the dtype of the computation; gradients of the logits; hidden states and
+    their gradients. Where chunks of tokens are skipped, which is a branch, also what the branch returns: a copy of the
+    matrix, and the gradient of a chunk before it is added to that of the others."""
+    whole = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf))
+    narrow = job.itemsize < WIDE or gathers(job)
+    chunks = job.local_tokens > _chunk(job) and not logits_kept(job)
+    skips = chunks and job.layout.tp == 1
+    matrices = whole * job.itemsize * (narrow + skips)
+    rows = 0 if job.value else _chunk(job) * job.vocab * max(job.itemsize, 2)
+    again = 2 * logits(job) if job.whole_logits else 0
+    new = _head_gradient(job) if skips else 0
+    return round(matrices + rows + again + new + 3 * job.local_tokens * job.embed * job.itemsize)

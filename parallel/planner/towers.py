@@ -65,7 +65,12 @@ def working(job: Job) -> float:
     copies = 2 if tower.trained else 1
     weights = sum(job.whole(leaf) for leaf in job.tower if leaf.layers is not None) / tower.layers
     gathered = WIDE if job.size("fsdp", "ep") > 1 else 0
-    return weights * (gathered + copies * job.itemsize) + copies * sum(_values(job).values())
+    found = _values(job)
+    if job.platform == "cpu":  # as `activations.unfused`
+        return weights * (gathered + copies * job.itemsize) + copies * sum(found.values())
+    again = job.local_patches * job.itemsize * (2 * tower.embed + tower.ffn)  # norms' and the activation's outputs
+    slopes = job.local_patches * job.itemsize * (2 * tower.ffn + 3 * tower.embed) if tower.trained else 0
+    return weights * (gathered + copies * job.itemsize) + sum(found.values()) - found["rest"] + again + slopes
 
 
 def flops(job: Job) -> tuple[float, float]:
