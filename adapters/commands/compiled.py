@@ -14,7 +14,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from . import buffers
 from .programs import Program
 
 LIMIT_S = 1800.0  # for a program; the TPU compiler takes minutes for large ones
+TOGETHER = 2  # that are compiled at a time; each may take some GB of memory
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
 OF_PALLAS = "__gpu$xla.gpu.triton", "tpu_custom_call"  # targets of the custom calls of its kernels
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(%", re.MULTILINE)
@@ -63,15 +67,52 @@ def check(program: Program, chip: str, limit_s: float = LIMIT_S) -> Compiled:
     Raises:
       ValueError: as `targets.devices`, or it takes longer than `limit_s` seconds.
     """
+    return check_all({"": program}, chip, limit_s)[""]
+
+
+def check_all(
+    programs: Mapping[str, Program],
+    chip: str,
+    limit_s: float = LIMIT_S,
+    say: Callable[[str], None] = lambda words: None,
+) -> dict[str, Compiled]:
+    """`check` of each of the programs, TOGETHER at a time.
+
+    Args:
+      say: takes a line for each that is done.
+    """
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_apart, args=(theirs, program, chip), daemon=True)
-    process.start()
-    theirs.close()
+    waiting, running, found = list(programs.items()), dict[Connection, tuple[str, Any, float]](), dict[str, Compiled]()
     try:
-        if not mine.poll(limit_s):
-            raise ValueError(f"--compile: {chip}'s compiler takes longer than {limit_s:g} s; plan fewer layers or rows")
-        kind, found = mine.recv()
+        while waiting or running:
+            while waiting and len(running) < TOGETHER:
+                name, program = waiting.pop(0)
+                mine, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_apart, args=(theirs, program, chip), daemon=True)
+                process.start()
+                theirs.close()
+                running[mine] = name, process, time.monotonic() + limit_s
+            ends = min(deadline for _, _, deadline in running.values())
+            done = connection.wait(list(running), max(0.0, ends - time.monotonic()))
+            if not done:
+                raise ValueError(
+                    f"--compile: {chip}'s compiler takes longer than {limit_s:g} s; plan fewer layers or rows"
+                )
+            for pipe in done:
+                assert isinstance(pipe, Connection)
+                name, process, _ = running.pop(pipe)
+                found[name] = _received(pipe, process, chip)
+                say(f"{name}: compiled in {found[name].seconds:.0f} s, {len(found)} of {len(programs)}")
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+            process.join()
+    return {name: found[name] for name in programs}
+
+
+def _received(pipe: Connection, process: Any, chip: str) -> Compiled:
+    try:
+        kind, found = pipe.recv()
     except EOFError:
         process.join()
         raise ValueError(

@@ -131,10 +131,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
 
 def made_by_compiler(asked: dict[str, programs.Program], chip: str) -> dict[str, dict]:
     """{name: fields of `compiled.Compiled`, and "needed_bytes": what the device holds while the program runs}."""
-    found: dict[str, compiled.Compiled] = {}
-    for i, (name, program) in enumerate(asked.items()):
-        with progress.phase(f"compiling for {chip}, {i + 1} of {len(asked)}: {name}"):
-            found[name] = compiled.check(program, chip)
+    with progress.phase(f"compiling {len(asked)} programs for {chip}"):
+        found = compiled.check_all(asked, chip, say=progress.say)
     of_server = max((found[name].argument_bytes for name in asked if asked[name].engine), default=0)
 
     def needed(name: str) -> int:

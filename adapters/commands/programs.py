@@ -87,6 +87,11 @@ def programs(config: Any, made: jobs.Planned, chip: Chip) -> dict[str, Program]:
     return found
 
 
+def of_step(spec: aot.Step) -> Program:
+    """A training step, or with `offload` its gradient, by itself."""
+    return Program(spec.layout.devices, functools.partial(_on_mesh, aot.lower, spec), 0)
+
+
 def _names(spec: aot.Step, mesh: AbstractMesh) -> buffers.Names:
     table = aot.trained(spec)
     shapes, splits = param.abstract(table), rules.of_params(table, mesh)

@@ -16,6 +16,7 @@ PAGED = 0.32  # fraction of HBM's bytes/s reached as it reads keys and values
 LAUNCH = 3.5e-5  # seconds for the kernels of a layer in a step, however few sequences there are
 FILLED = 0.7  # largest fraction of a server's usable memory for weights: the rest is for the KV cache
 USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation
+AHEAD = 0.05  # of the head's part of a step: room that XLA makes ahead for layers' gradients, in the steps measured
 HOLES = 0.01  # of a step's temporaries, added for holes between buffers in XLA's heap: up to that in the steps measured
 HOST = 20e9  # bytes/s from a device to its host
 DISK = 2e9  # bytes/s to and from the folder of published weights

@@ -303,7 +303,7 @@ def _summed(job: Job, forward: float, backward: int) -> float:
 
 
 def _gathered(job: Job, forward: float, again: int) -> float:
-    """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed, the head's in the
+    """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed, matrices in the
     dtype of the computation."""
     total = 0.0
     for leaf in job.weights:
@@ -312,7 +312,9 @@ def _gathered(job: Job, forward: float, again: int) -> float:
             continue
         # The final norm is gathered again for its backward pass, the head not.
         later = again if nested(leaf) else int(job.trains and not matrix(leaf))
-        total += gathered * (job.itemsize if job.is_head(leaf) else job.bytes_of(leaf)) * (forward + later)
+        narrow = job.is_head(leaf) or _cast(leaf)
+        size = min(job.itemsize, job.bytes_of(leaf)) if narrow else job.bytes_of(leaf)
+        total += gathered * size * (forward + later)
     return total
 
 
@@ -328,9 +330,15 @@ def _reduced(job: Job) -> float:
 
 
 def _gradient(job: Job, leaf) -> int:
-    """Bytes per gradient entry when reduced: those of layers' matmuls are in the compute dtype."""
-    matmul = nested(leaf) and matrix(leaf) and not expert(leaf)
-    return min(job.itemsize, job.bytes_of(leaf)) if matmul else job.bytes_of(leaf)
+    """Bytes per gradient entry when reduced: those of layers' matmuls are in the compute dtype, of experts if they are
+    gathered in it."""
+    narrow = _cast(leaf) and (not expert(leaf) or job.size("fsdp", "ep") > 1)
+    return min(job.itemsize, job.bytes_of(leaf)) if narrow else job.bytes_of(leaf)
+
+
+def _cast(leaf) -> bool:
+    """Whether a layer's weight is cast to the compute dtype before it is gathered (`rules.gather`)."""
+    return nested(leaf) and leaf.param.cast
 
 
 def _context(job: Job, forward: float, again: int, backward: int) -> list[Transfer]:

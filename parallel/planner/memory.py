@@ -8,7 +8,7 @@ part of a step (`phases`), in models of real widths within 10 % of it (tests/com
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ...core.param import Leaf
 from .. import offload, rules
 from . import activations, towers
 from .activations import WIDE, saved
-from .figures import HOLES
+from .figures import AHEAD, HOLES
 from .job import Job
 from .leaves import depth, expert
 
@@ -249,18 +249,22 @@ def phases(job: Job) -> dict[str, Phase]:
     layers = size(job, [leaf for leaf in job.trained if leaf.layers is not None])
     lookups = size(job, [leaf for leaf in job.trained if job.looked_up(leaf)])
     head = _head_gradient(job)
-    # On a mesh XLA makes room for the layers' gradients before the head, and scatters the head's after the layers.
-    ahead = layers if gathers(job) else 0
     beside, kept = _transposed(job), saved(job)
     if job.layout.tp > 1:  # zeros in place of the tokens that other devices look up
         beside += job.local_tokens * job.embed * job.itemsize
     # Of a single microbatch one kernel makes room for the gradients of both matrices of the vocabulary.
     total += lookups if job.microbatches == 1 and not gathers(job) else 0
     found = {
-        "head": Phase(total + ahead + head, kept, logits(job), beside + _head(job)),
+        "head": Phase(total + head, kept, logits(job), beside + _head(job)),
         "layers": Phase(total + layers + head, kept, 0, beside + max(_layer(job), round(towers.working(job)))),
         "end": Phase(total + layers + head, 0, 0, beside),
     }
+    if gathers(job) or job.microbatches == 1:
+        # XLA makes room for the layers' gradients before the head, on a mesh where that raises the peak by little; the
+        # head's gradient is scattered after the layers.
+        first = found["head"]
+        room = max(found["layers"].total - first.total, round(AHEAD * first.total)) if gathers(job) else layers
+        found["head"] = replace(first, gradients=first.gradients + min(layers, room))
     if job.optim.state == "float8" and not job.optim.offload and job.trained:
         gradient = sums(job) if job.microbatches > 1 else size(job, job.trained)
         found["update"] = Phase(gradient, 0, 0, _rescaled(job))
@@ -341,14 +345,13 @@ def _forward(job: Job) -> int:
 
 def _head(job: Job) -> int:
     """Temporaries of the head: its matrix in the dtype of the computation; gradients of the logits; hidden states and
-    their gradients. Where chunks of tokens are skipped, which is a branch, also what the branch returns: a copy of the
-    matrix, and the gradient of a chunk before it is added to that of the others."""
+    their gradients. Where chunks of tokens are skipped, which is a branch, also the gradient of a chunk before it is
+    added to that of the others, where it is larger than the logits, which are gone by then."""
     whole = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf))
     narrow = job.itemsize < WIDE or gathers(job)
-    chunks = job.local_tokens > _chunk(job) and not logits_kept(job)
-    skips = chunks and job.layout.tp == 1
-    matrices = whole * job.itemsize * (narrow + skips)
+    skips = job.local_tokens > _chunk(job) and not logits_kept(job) and job.layout.tp == 1
+    matrices = whole * job.itemsize * narrow
     rows = 0 if job.value else _chunk(job) * job.vocab * max(job.itemsize, 2)
     again = 2 * logits(job) if job.whole_logits else 0
-    new = _head_gradient(job) if skips else 0
+    new = max(0, _head_gradient(job) - logits(job)) if skips else 0
     return round(matrices + rows + again + new + 3 * job.local_tokens * job.embed * job.itemsize)

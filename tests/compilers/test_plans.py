@@ -9,7 +9,7 @@ import real_sizes
 
 from areax.adapters import cli
 from areax.adapters.command_line import options as grouped
-from areax.adapters.commands import compiled, jobs, plan
+from areax.adapters.commands import compiled, jobs, plan, programs
 from areax.parallel.planner import memory
 from areax.parallel.planner.chips import CHIPS
 
@@ -37,7 +37,7 @@ def test_a_plan_is_near_what_the_compiler_needs(model, layers, chip, recipe, opt
     made = planned(recipe, tmp_path, chip, options, monkeypatch)
     m, pairs = memory.memory(made.job), []
     for step, formula, job in zip(made.steps, (m, m.critic), (made.job, made.job.critics_step), strict=False):
-        found = compiled.check(step, chip)
+        found = compiled.check(programs.of_step(step), chip)
         assert not found.problem
         temporary = formula.gradients + formula.saved + formula.logits + formula.working
         pairs.append((formula.arguments + temporary, found.peak_bytes))
