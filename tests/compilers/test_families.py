@@ -46,3 +46,10 @@ def test_a_family_compiles(chip, family, part, tmp_path):
     if family not in LATENT or (chip, part) not in {("h100", "decode"), ("h100", "prefill")}:
         for kernel in KERNELS[chip, part]:
             assert any(name.startswith(kernel) for name in found.kernels), found.kernels
+
+
+@pytest.mark.parametrize("chip", ["h100", "v5p"])
+def test_no_step_of_decoding_copies_the_cache(chip, tmp_path):
+    """64 sequences of 2,048 tokens, of which each has 4 KB of keys and values in each of 2 layers."""
+    found = compiled.check(asking.asked("qwen3", chip, tmp_path)["decode"], chip)
+    assert found.temporary_bytes < 64 * 2048 * 2 * 4096
