@@ -48,8 +48,13 @@ def test_a_family_compiles(chip, family, part, tmp_path):
             assert any(name.startswith(kernel) for name in found.kernels), found.kernels
 
 
-@pytest.mark.parametrize("chip", ["h100", "v5p"])
-def test_no_step_of_decoding_copies_the_cache(chip, tmp_path):
-    """64 sequences of 2,048 tokens, of which each has 4 KB of keys and values in each of 2 layers."""
-    found = compiled.check(asking.asked("qwen3", chip, tmp_path)["decode"], chip)
-    assert found.temporary_bytes < 64 * 2048 * 2 * 4096
+@pytest.mark.parametrize(
+    "family, chip, most",
+    [("qwen3", "h100", 1), ("qwen3", "v5p", 1), pytest.param("phi3", "v5p", 0.5, marks=pytest.mark.wide)],
+)
+def test_no_step_of_decoding_copies_the_cache(family, chip, most, tmp_path):
+    """64 sequences of 2,048 tokens in 2 layers; phi3's values fill no register of a TPU."""
+    found = compiled.check(asking.asked(family, chip, tmp_path)["decode"], chip)
+    model = sizes.MODELS[family][1]
+    heads = model["num_key_value_heads"] * model["hidden_size"] // model["num_attention_heads"]
+    assert found.temporary_bytes < most * 64 * 2048 * 2 * 2 * 2 * heads

@@ -49,16 +49,19 @@ def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern, 
         last = jnp.maximum(first_B[b] + count_B[b] - 1, 0)  # the one before again, which is not copied twice
         return table_BX[b, jnp.minimum(first_B[b] + x, last)], 0, 0, 0
 
+    # XLA keeps values that fill no register with their positions side by side, and would copy all pages to turn them.
+    turned = V % LANES != 0
+    keys_PKHC, values = pages[0], pages[1].swapaxes(2, 3) if turned else pages[1]
     like = lambda size: jax.ShapeDtypeStruct((B, K, R + rows, size), jnp.float32)
     most, sums, out_BKRV = pl.pallas_call(
-        partial(_kernel, pattern=pattern),
+        partial(_kernel, pattern=pattern, turned=turned),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(B, tiles, X),
             in_specs=[
                 tile(H),
                 pl.BlockSpec((1, K, H, C), page),
-                pl.BlockSpec((1, K, C, V), page),
+                pl.BlockSpec((1, *values.shape[1:]), page),
                 pl.BlockSpec((1, Q, 1), lambda b, i, x, *_: (b, i, 0)),
             ],
             out_specs=[tile(LANES), tile(LANES), tile(V)],
@@ -67,11 +70,13 @@ def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern, 
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="attention_pages",
-    )(table_BX, first_B, count_B, q_BKRH, *pages, at_BR1)
+    )(table_BX, first_B, count_B, q_BKRH, keys_PKHC, values, at_BR1)
     return most[:, :, :R, :1], sums[:, :, :R, :1], out_BKRV[:, :, :R]
 
 
-def _kernel(table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_ref, sum_ref, out_ref, *, pattern):
+def _kernel(
+    table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_ref, sum_ref, out_ref, *, pattern, turned
+):
     b, x = pl.program_id(0), pl.program_id(2)
 
     @pl.when(x == 0)
@@ -100,8 +105,10 @@ def _kernel(table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_r
             sum_R1 = sum_ref[0, k, :, :1] * keep_R1 + jnp.sum(prob_RC, 1, keepdims=True)
             most_ref[0, k] = jnp.broadcast_to(new_R1, most_ref.shape[2:])
             sum_ref[0, k] = jnp.broadcast_to(sum_R1, sum_ref.shape[2:])
-            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC.astype(q_ref.dtype), v_ref[0, k].astype(q_ref.dtype))
+            prob_RC, value = prob_RC.astype(q_ref.dtype), v_ref[0, k].astype(q_ref.dtype)
+            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC, value, of_right=1 if turned else 0)
 
 
-def _dot(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+def _dot(a, b, of_right: int = 0):
+    """The product over the last axis of a, and this one of b."""
+    return jax.lax.dot_general(a, b, (((1,), (of_right,)), ((), ())), preferred_element_type=jnp.float32)
