@@ -28,6 +28,7 @@ KERNELS = {
     ("v5p", "train"): {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}, ("v5p", "score"): {"splash_mha_fwd"},
     ("v5p", "decode"): {"attention_pages"}, ("v5p", "prefill"): {"attention_pages"},
 }  # fmt: skip
+FULL = "RESOURCE_EXHAUSTED: Ran out of memory on HBM"  # one TPU is too small; compilers for GPUs do not mind
 LATENT = "deepseek_v2", "deepseek_v3", "kimi_k2"  # pages have keys of 576, too large for the kernel of GPUs
 
 
@@ -42,6 +43,8 @@ def test_a_family_compiles(chip, family, part, tmp_path):
     with RESULTS.open("a") as file:
         line = {"chip": chip, "family": family, "part": part, **dataclasses.asdict(found)}
         file.write(json.dumps(line) + "\n")
+    if found.problem.startswith(FULL):
+        pytest.xfail(found.problem)
     assert not found.problem
     if family not in LATENT or (chip, part) not in {("h100", "decode"), ("h100", "prefill")}:
         for kernel in KERNELS[chip, part]:
@@ -50,7 +53,7 @@ def test_a_family_compiles(chip, family, part, tmp_path):
 
 @pytest.mark.parametrize(
     "family, chip, most",
-    [("qwen3", "h100", 1), ("qwen3", "v5p", 1), pytest.param("phi3", "v5p", 0.5, marks=pytest.mark.wide)],
+    [("qwen3", "h100", 1), ("qwen3", "v5p", 1), pytest.param("phi3", "v5p", 0.25, marks=pytest.mark.wide)],
 )
 def test_no_step_of_decoding_copies_the_cache(family, chip, most, tmp_path):
     """64 sequences of 2,048 tokens in 2 layers; phi3's values fill no register of a TPU."""
