@@ -252,8 +252,15 @@ $(llamacpp)/.done: tests/llama_cpp/requirements.txt
 .PHONY: test-compilers
 test-compilers: export AREAX_COMPILERS := $(CURDIR)/$(compilers)
 test-compilers: export PYTHONPATH := $(CURDIR)/$(compilers)
-test-compilers: $(dev) $(compilers)/.done ## test what the compilers of GPUs and TPUs make of training steps (installs them: 1.4 GB)
+test-compilers: $(dev) $(compilers)/.done ## test what the compilers of GPUs and TPUs make of training steps, families and kernels (installs them: 1.4 GB)
 	$(py) -m pytest -q tests/compilers
+
+.PHONY: compiled-table
+compiled-table: export AREAX_COMPILERS := $(CURDIR)/$(compilers)
+compiled-table: export PYTHONPATH := $(CURDIR)/$(compilers)
+compiled-table: $(dev) $(compilers)/.done ## compile every family for an H100 and a TPU v5p, for hours, and write docs/compiled.md
+	-$(py) -m pytest -q -m "" tests/compilers/test_families.py
+	$(py) tests/compiled_table.py .cache/compiled.jsonl
 
 # Without dependencies: no driver, no library that runs kernels. Versions are those that go with JAX's.
 $(compilers)/.done: $(dev)

@@ -378,6 +378,7 @@ def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
     [
         ("splash", needs("gpu"), "attention splash: platform gpu not supported; use triton or chunked"),
         ("splash", needs("tpu", length=200), "attention splash: length 200 not supported; use chunked"),
+        ("splash", needs("tpu", dtype="float16"), "splash: dtype float16 .*; use chunked"),
         ("splash", needs("tpu", chunk=8192), "splash: chunk 8192 .*; use chunked"),
         ("cudnn", needs(packing=False, bidirectional=True), "cudnn: bidirectional True .*; use triton or chunked"),
         ("splash", needs("tpu", ring=True), "attention splash: ring True not supported; use chunked"),
@@ -409,6 +410,7 @@ def test_unsupported_options_are_refused_by_name(name, asked, words):
         (needs("cpu", packing=False, window=8), "chunked"),
         (needs("tpu"), "splash"),
         (needs("tpu", window=4096), "splash"),
+        (needs("tpu", dtype="float16"), "chunked"),
         (needs("tpu", other_keys=True, window=8), "splash"),
         (needs("tpu", other_keys=True, chunk=8), "chunked"),
         (needs("tpu", ring=True), "chunked"),

@@ -242,6 +242,15 @@ def test_a_kernel_that_cannot_run_here_is_refused(kernel, where):
         grouped.matmul(jnp.zeros((len(plan.pair_R), 8)), jnp.zeros((4, 8, 8)), plan, kernel)
 
 
+def test_tpus_load_no_float16(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    plan, w_EFD = plan_of(np.arange(64) % 4, 4), jnp.zeros((4, 8, 8), jnp.bfloat16)
+    assert grouped.choose("auto", plan, w_EFD) == "megablox"
+    assert grouped.choose("auto", plan, w_EFD.astype(jnp.float16)) == "blocked"
+    with pytest.raises(ValueError, match="megablox needs bfloat16 or float32, got float16; use blocked"):
+        grouped.choose("megablox", plan, w_EFD.astype(jnp.float16))
+
+
 def test_sizes_that_the_kernel_for_gpus_cannot_cut_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     few, many = plan_of(np.arange(64) % 4, 4), plan_of(np.arange(256) % 4, 4)

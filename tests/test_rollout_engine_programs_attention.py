@@ -12,6 +12,7 @@ import pytest
 import triton_ir
 from sweeps import thinned
 
+from areax.core import hardware
 from areax.models.attention.pattern import Pattern
 from areax.rollout.engine.programs import attention, attention_gpu, attention_tpu
 
@@ -165,6 +166,22 @@ def test_kernels_give_the_same(kind, T, module, monkeypatch):
     check(kind, T, kind == "all", 48, 32)
     if kind == "window":
         check(kind, T, False, 48, 32, kept=ml_dtypes.float8_e4m3fn)
+    if kind == "softcap":
+        check(kind, T, False, 48, 128)  # values that fill registers of a TPU
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["none", "all"])
+def test_few_queries_fit_beside_pages(kind, monkeypatch):
+    """Tiles of 16 of 48 queries, by kernels that have hardly memory for them."""
+    shared = 4 * C * (48 + 32) + 16 * 4 * (48 + 32 + 48)
+    monkeypatch.setattr(hardware, "shared_memory", lambda: shared)
+    monkeypatch.setattr(attention_tpu, "MEMORY", 1 << 18)
+    sizes = np.zeros((1, K, 48, C), np.float32), np.zeros((1, K, C, 32), np.float32)
+    assert attention_gpu.block(48, (48, C, 32), 4, 4) == (16, 2) and attention_tpu.most_queries(*sizes, 4) == 16
+    for module in (attention_gpu, attention_tpu):
+        monkeypatch.setattr(attention, "kernel", lambda *_, module=module: partial(module.read, interpret=True))
+        check(kind, 16, False, 48, 32)
 
 
 @pytest.mark.kernel
@@ -218,4 +235,24 @@ def test_pages_that_a_kernel_cannot_read_are_left_to_xla():
     pages = lambda H, V, C: (np.zeros((1, 1, H, C), np.float32), np.zeros((1, 1, C, V), np.float32))
     assert attention_gpu.supports(*pages(80, 48, 16)) and not attention_gpu.supports(*pages(72, 64, 16))
     assert not attention_gpu.supports(*pages(576, 512, 128))
+    assert attention_gpu.supports(*pages(128, 128, 128)) and not attention_gpu.supports(*pages(256, 256, 128))
     assert attention_tpu.supports(*pages(72, 60, 128)) and not attention_tpu.supports(*pages(64, 64, 64))
+    assert not attention_tpu.supports(*(x.astype(np.float16) for x in pages(72, 60, 128)))
+    large = [np.broadcast_to(x, (1, 64, *x.shape[2:])) for x in pages(128, 128, 128)]
+    assert not attention_tpu.supports(*large)
+
+
+@pytest.mark.kernel
+def test_what_fits_depends_on_the_gpu(monkeypatch):
+    """Heads of 256 in 16 bits, as of Gemma and Qwen3.5: fewer queries on cards with less shared memory. An A100 does
+    not convert float8."""
+    pages = lambda dtype, H: (np.zeros((1, 1, H, 128), dtype), np.zeros((1, 1, 128, H), dtype))
+    wide, eight = pages(ml_dtypes.bfloat16, 256), pages(ml_dtypes.float8_e4m3fn, 128)
+    monkeypatch.setattr(hardware, "platform", lambda: "gpu")
+    for kind, Q, reads in (
+        ("NVIDIA H100 80GB HBM3", (64, 1), True), ("NVIDIA B200", (64, 1), True),
+        ("NVIDIA A100-SXM4-80GB", (32, 2), False), ("NVIDIA L4", None, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(hardware, "kind", lambda kind=kind: kind)
+        assert attention_gpu.block(1024, (256, 128, 256), 2, 2) == Q
+        assert attention_gpu.supports(*wide) == (Q is not None) and attention_gpu.supports(*eight) == reads

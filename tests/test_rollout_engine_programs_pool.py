@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areax.core import hardware
 from areax.models.layers import native
 from areax.rollout.engine.programs import pool, pool_cpu
 
@@ -38,6 +39,18 @@ def test_tokens_are_written_to_their_places(pages):
     k, v = drawn(2, (5, 3, K // 2, H), jnp.float32), drawn(3, (5, 3, K // 2, V), jnp.float32)
     page, place = jnp.array([[1, 1, 2], [3, 3, 3], [7, 8, 8], [5, 5, 5], [6, 6, 6]]), jnp.arange(15).reshape(5, 3) * 2
     same(*both(lambda pages: pool.write_tokens(pages, k, v, page, place), pages))
+
+
+def test_tpus_write_the_same_tokens_in_whole_pages(pages, monkeypatch):
+    k, v = drawn(2, (5, 3, K // 2, H), jnp.float32), drawn(3, (5, 3, K // 2, V), jnp.float32)
+    page, place = jnp.array([[1, 1, 2], [3, 3, 3], [7, 8, 8], [5, 5, 5], [6, 0, 0]]), jnp.arange(15).reshape(5, 3) * 2
+    monkeypatch.setattr(native, "ready", lambda: False)
+    write = lambda pages: pool.write_tokens(pages, k, v, page, place)
+    expected = jax.jit(lambda pages: write(pages))(pages)
+    monkeypatch.setattr(hardware, "platform", lambda: "tpu")
+    lowered = jax.jit(lambda pages: write(pages)).lower(pages)
+    same(lowered.compile()(pages), expected)
+    assert f"tensor<5x{K}x{H}x{C}x" in lowered.as_text()  # pages, of which XLA keeps the layout
 
 
 def test_chunks_are_written_to_the_start_of_pages(pages):

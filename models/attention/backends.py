@@ -85,8 +85,8 @@ FLOAT = *HALF, "float32"
 # Keyed by file name in this folder, in the order in which "auto" tries them.
 BACKENDS: dict[str, Supports] = {
     "splash": Supports(
-        ("tpu",), length=128, value_dim=True, packing=True, other_keys=True, window=True, scale=True, softcap=True,
-        bidirectional=True, sinks=True,
+        ("tpu",), ("bfloat16", "float32"), length=128, value_dim=True, packing=True, other_keys=True, window=True,
+        scale=True, softcap=True, bidirectional=True, sinks=True,
     ),
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True, scale=True),
     "triton": Supports(

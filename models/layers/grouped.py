@@ -3,7 +3,8 @@
 Kernels: "blocked", the reference, runs anywhere and computes only blocks in use, at most one extra block per expert.
 "triton" is our GPU kernel. "megablox" is JAX's Pallas kernel for TPUs. "ragged_dot" is XLA's, for GPUs and TPUs; on a
 CPU, and in the backward pass on a GPU, it costs as much as multiplying every row by every matrix. "auto" is megablox on
-a TPU, else blocked: triton has been lowered for GPUs and run in interpret mode, but not yet on a GPU.
+a TPU, but for float16, which its kernels do not load, else blocked: triton has been compiled for GPUs and run in
+interpret mode, but not yet on a GPU.
 """
 
 import functools
@@ -142,13 +143,16 @@ def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:
     """Resolves "auto" by platform and checks the kernel.
 
     Raises:
-      ValueError: the kernel does not support the mesh's platform or these sizes.
+      ValueError: the kernel does not support the mesh's platform, or this dtype or these sizes.
     """
     here, rows = hardware.platform(), len(plan.pair_R) // len(plan.expert_S)
+    loads = here == "tpu" and w_EFD.dtype != jnp.float16
     if kernel == "auto":
-        return "megablox" if here == "tpu" else "blocked"
+        return "megablox" if loads else "blocked"
     if here not in PLATFORMS.get(kernel, (here,)):
         raise ValueError(f"expert_kernel: {kernel} runs on {' or '.join(PLATFORMS[kernel])}, got {here}; use blocked")
+    if kernel == "megablox" and not loads:
+        raise ValueError("expert_kernel: megablox needs bfloat16 or float32, got float16; use blocked")
     if kernel == "triton" and not grouped_triton.fits(rows, *w_EFD.shape[1:]):
         raise ValueError(
             f"expert_kernel: triton needs blocks and matrices in multiples of {grouped_triton.LEAST}, "

@@ -12,18 +12,43 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from ....core import hardware
 from ....models.attention.pattern import Pattern
 
 UNSEEN = -1e30
 LEAST, MOST = 16, 64  # queries of a block
 SPLITS = 8
-WIDEST = 256  # keys or values of which a page fits into shared memory
+WIDEST = 256  # keys or values of a program
 
 
 def supports(keys_PKHC, values_PKCV) -> bool:
-    """Whether the kernel reads such pages: Triton multiplies blocks of powers of two of at least 16."""
-    sizes = keys_PKHC.shape[2], *values_PKCV.shape[2:]
-    return all(size % 16 == 0 for size in sizes) and max(keys_PKHC.shape[2], values_PKCV.shape[3]) <= WIDEST
+    """Whether the kernel reads such pages: Triton multiplies blocks of powers of two of at least 16, of which one and a
+    page fit into shared memory, and not all GPUs convert float8."""
+    H, (C, V), kept = keys_PKHC.shape[2], values_PKCV.shape[2:], values_PKCV.dtype.itemsize
+    if any(size % 16 for size in (H, C, V)) or max(H, V) > WIDEST or (kept == 1 and not hardware.converts_float8()):
+        return False
+    return block(1, (H, C, V), 4 if kept == 1 else kept, kept) is not None
+
+
+def block(R: int, sizes: tuple[int, int, int], itemsize: int, kept: int) -> tuple[int, int] | None:
+    """(queries of a block, stages) of the kernel for R queries of each sequence; None = nothing fits.
+
+    What Triton takes of shared memory was read from its errors for many sizes: only Hopper's products of 64 queries in
+    16 bits read keys and values there while the next page is copied.
+
+    Args:
+      sizes: H, C and V of the pages.
+      itemsize, kept: bytes of an entry of queries, and of pages.
+    """
+    (H, C, V), Q = sizes, min(MOST, max(LEAST, pl.next_power_of_2(R)))
+    wide = H + C if itemsize == 2 else H + V + max(sizes)
+    while Q >= LEAST:
+        for stages in (2, 1):
+            pages = stages if Q == MOST and itemsize == 2 else 1
+            if pages * C * (H + V) * kept + Q * wide * itemsize <= hardware.shared_memory():
+                return Q, stages
+        Q //= 2
+    return None
 
 
 def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern, interpret: bool = False):
@@ -39,7 +64,9 @@ def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern, 
       weighted by that. A query that sees no key gets (-1e30, 0, 0).
     """
     (B, K, R, H), (P, _, C, V), X = q_BKRH.shape, pages[1].shape, table_BX.shape[1]
-    Q = min(MOST, max(LEAST, pl.next_power_of_2(R)))
+    fitting = block(R, (H, C, V), q_BKRH.dtype.itemsize, pages[0].dtype.itemsize)
+    assert fitting, "supports"
+    Q, stages = fitting
     rows = -R % Q
     q_BKRH = jnp.pad(q_BKRH, [(0, 0), (0, 0), (0, rows), (0, 0)])
     at_BR = jnp.pad(at_BR, [(0, 0), (0, rows)], mode="edge")
@@ -60,7 +87,7 @@ def read(q_BKRH, pages, table_BX, at_BR, first_B, count_B, *, pattern: Pattern, 
         in_specs=[tile(H), of_pages(H, C), of_pages(C, V), place, whole(X), whole(1), whole(1)],
         out_specs=[out(), out(), out(V)],
         out_shape=[like(), like(), like(V)],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="attention_pages",
     )(q_BKRH, *pages, at_BR, table_BX, first_B[:, None], count_B[:, None])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ....core import hardware
 from ....models import paging
 from ....models.layer import Layer, Recurrent
 from ....models.layers import native
@@ -113,7 +114,22 @@ def write_tokens(pages, k_SQKH, v_SQKV, page_SQ, place_SQ):
         return pool_cpu.written(pages, k_AKH, v_AKV, flat(page_SQ), flat(place_SQ))
     copies = keys_PKHC.shape[1] // k_SQKH.shape[2]
     k_SQKH, v_SQKV = (stored(jnp.repeat(x, copies, axis=2), keys_PKHC.dtype) for x in (k_SQKH, v_SQKV))
+    if hardware.platform() == "tpu":
+        return _in_whole_pages(pages, k_SQKH, v_SQKV, page_SQ, place_SQ)
     return keys_PKHC.at[page_SQ, :, :, place_SQ].set(k_SQKH), values_PKCV.at[page_SQ, :, place_SQ].set(v_SQKV)
+
+
+def _in_whole_pages(pages, k_SQKH, v_SQKV, page_SQ, place_SQ):
+    """`write_tokens` that reads and writes whole pages, one token of each slot after another: XLA for TPUs would copy
+    all pages in every step, to a layout in which the parts of one that a token has stand together, and back."""
+    keys_PKHC, values_PKCV = pages
+    at_SQC = place_SQ[..., None] == jnp.arange(keys_PKHC.shape[3])[None, None]
+    for q in range(page_SQ.shape[1]):
+        page_S, at_SC = page_SQ[:, q], at_SQC[:, q]
+        k_SKH1, v_SK1V = k_SQKH[:, q, :, :, None], v_SQKV[:, q, :, None]
+        keys_PKHC = keys_PKHC.at[page_S].set(jnp.where(at_SC[:, None, None], k_SKH1, keys_PKHC[page_S]))
+        values_PKCV = values_PKCV.at[page_S].set(jnp.where(at_SC[:, None, :, None], v_SK1V, values_PKCV[page_S]))
+    return keys_PKHC, values_PKCV
 
 
 @functools.partial(jax.jit, static_argnames=("states",), donate_argnames=("pool",))
