@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from . import hardware
 from .shapes import shaped
@@ -155,29 +157,42 @@ def _by_chunks(how: _Chunks, head, h_NCD, narrow, needed_N, given):
       needed_N: bool; None = all.
       given: pytree of [N, C, ...]: targets, temperatures, `beside`, and hidden states of other models.
     """
-    return _chunks_forward(how, head, h_NCD, narrow, needed_N, given)[0]
+    return _all_chunks(how, head, h_NCD, narrow, needed_N, given)[0]
 
 
-def _chunks_forward(how, head, h_NCD, narrow, needed_N, given):
+def _all_chunks(how, head, h_NCD, narrow, needed_N, given):
+    """(the results of all chunks, the products if they are kept)."""
+
     def one(_, chunk):
         needed, h_CD, given = chunk
         out = _if_needed(needed, lambda *chunk: how.one(head, chunk[0], narrow, chunk[1]), h_CD, given)
         return None, (out[0], out[1] if how.keeps else None)
 
-    _, (out, product_NCV) = jax.lax.scan(one, None, (needed_N, h_NCD, given))
-    return out, (head[:0], h_NCD, narrow, needed_N, given, product_NCV, out[1:3])
+    return jax.lax.scan(one, None, (needed_N, h_NCD, given))[1]
+
+
+def _chunks_forward(how, *given):
+    trains = given[0].perturbed  # else no sum is made: XLA would not find out in a loop that nobody reads it
+    of_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    head, h_NCD, *rest = jax.tree.map(lambda x: x.value, given, is_leaf=of_primal)
+    out, product_NCV = _all_chunks(how, head, h_NCD, *rest)
+    return out, (head[:0] if trains else None, h_NCD, *rest, product_NCV, out[1:3])
 
 
 def _chunks_backward(how, kept, slopes):
     none, h_NCD, narrow, needed_N, given, *known = kept
     V, D = narrow[0].shape
-    head = jnp.zeros((D, V) if how.turned else (V, D), none.dtype)
+    zero = jnp.zeros((D, V) if how.turned else (V, D), jnp.float32 if none is None else none.dtype)
+    head = None if none is None else zero
+    slopes = jax.tree.map(_whole, slopes, is_leaf=lambda x: isinstance(x, SymbolicZero))
 
     def one(sum, chunk):
         needed, h_CD, given, known, slope = chunk
 
         def add(sum, h_CD, given, known, slope):
             chunk = lambda head, h_CD: how.one(head, h_CD, narrow, given, known)[0]
+            if head is None:
+                return None, jax.vjp(lambda h_CD: chunk(zero, h_CD), h_CD)[1](slope)[0]
             dhead, dh_CD = jax.vjp(chunk, head, h_CD)[1](slope)
             return sum + dhead, dh_CD
 
@@ -190,7 +205,16 @@ def _chunks_backward(how, kept, slopes):
     return dhead, dh_NCD, None, None, None
 
 
-_by_chunks.defvjp(_chunks_forward, _chunks_backward)
+_by_chunks.defvjp(_chunks_forward, _chunks_backward, symbolic_zeros=True)
+
+
+def _whole(slope):
+    """A cotangent as an array."""
+    if not isinstance(slope, SymbolicZero):
+        return slope
+    return (
+        np.zeros(slope.shape, slope.dtype) if slope.dtype == jax.dtypes.float0 else jnp.zeros(slope.shape, slope.dtype)
+    )
 
 
 def _if_needed(needed, f, *chunk):

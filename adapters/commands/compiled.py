@@ -160,7 +160,9 @@ def compiled(program: Program, chip: str) -> Compiled:
     with tempfile.TemporaryDirectory() as dump:
         try:
             made = lowered.compile(targets.OPTIONS[platform] | buffers.DUMP | {"xla_dump_to": dump})
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
+            if not type(error).__module__.startswith("jax"):  # compilers of kernels have errors of their own
+                raise
             return Compiled(problem=_line(error), seconds=time.monotonic() - began)
         large = buffers.largest(Path(dump), made.as_text() or "", program.names)
     found = dataclasses.replace(read(made), buffers=large, seconds=time.monotonic() - began)
