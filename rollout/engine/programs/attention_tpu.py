@@ -75,6 +75,8 @@ def _kernel(table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_r
         seen_RC = key_RC <= at_R1
         if pattern.span is not None:
             seen_RC &= key_RC >= pattern.first(at_R1)
+        key_C1 = (first_ref[b] + x) * C + jax.lax.broadcasted_iota(jnp.int32, (C, 1), 0)
+        read_C1 = key_C1 <= jnp.max(at_R1)  # what was not written yet may be not finite, which survives a weight of 0
         for k in range(K):
             score_RC = _dot(q_ref[0, k], k_ref[0, k].astype(q_ref.dtype))
             if pattern.softcap is not None:
@@ -87,7 +89,8 @@ def _kernel(table_ref, first_ref, count_ref, q_ref, k_ref, v_ref, at_ref, most_r
             sum_R1 = sum_ref[0, k, :, :1] * keep_R1 + jnp.sum(prob_RC, 1, keepdims=True)
             most_ref[0, k] = jnp.broadcast_to(new_R1, most_ref.shape[2:])
             sum_ref[0, k] = jnp.broadcast_to(sum_R1, sum_ref.shape[2:])
-            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC.astype(q_ref.dtype), v_ref[0, k].astype(q_ref.dtype))
+            value_CV = jnp.where(read_C1, v_ref[0, k].astype(jnp.float32), 0).astype(q_ref.dtype)
+            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC.astype(q_ref.dtype), value_CV)
 
 
 def _dot(a, b):
