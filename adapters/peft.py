@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from ..core.parts import Part
 from ..models import lora, wrappers
 from ..parallel import rules
 from . import hf, safetensors
+from .runtime import pattern_match
 from .runtime.atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -262,8 +263,9 @@ def load(path: str | os.PathLike, config, mesh=None):
       mesh: as in `hf.load`.
 
     Raises:
-      ValueError: not a directory of adapters, options that are not implemented, ranks that differ between weights, or
-        missing, unexpected or misshapen tensors, or numbers that are not finite, by name.
+      ValueError: not a directory of adapters, options that are not implemented, or by which PEFT would leave out a
+        module that has tensors, ranks that differ between weights, or missing, unexpected or misshapen tensors, or
+        numbers that are not finite, by name.
     """
     path, config = _complete(path), wrappers.in_module(config)
     options = hf.read_json(path / CONFIG)
@@ -271,6 +273,7 @@ def load(path: str | os.PathLike, config, mesh=None):
     fused = {"gate_up_proj", *(key.split(".")[-2] for key in _modules(base, config.prefix))}
     _check_options(options, f"{path / CONFIG}", set(map(_pattern, fused)))
     stored = safetensors.read(path / WEIGHTS)
+    _check_targets(options, stored, config, f"{path / CONFIG}")
     for key, tensor in stored.items():
         if tensor.ndim != 2:
             raise ValueError(f"{path}: {key} must be a matrix, got {list(tensor.shape)}; copy the adapters again")
@@ -435,6 +438,86 @@ def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None
             f"{where}: all weights must have the same rank and alpha, got rank_pattern {ranks} and alpha_pattern "
             f"{alphas}; merge these adapters with PEFT"
         )
+
+
+def _check_targets(options: Mapping, keys: Iterable[str], config, where: str) -> None:
+    """Raises ValueError if the options leave out a module that has adapters in the file, by the rules of PEFT's
+    `check_target_module_exists` and `_inject_parameters`: PEFT would compute another model."""
+    modules = _adapted(keys, config)
+    targets, excluded, parameters, pattern = (
+        options.get(name) or [] for name in ("target_modules", "exclude_modules", "target_parameters", "layers_pattern")
+    )
+    pattern = [pattern] if isinstance(pattern, str) else pattern
+    layers = options.get("layers_to_transform")
+    layers = [layers] if type(layers) is int else layers or []
+    for name, value in (
+        ("target_modules", [] if isinstance(targets, str) else targets),
+        ("exclude_modules", [] if isinstance(excluded, str) else excluded),
+        ("target_parameters", parameters),
+        ("layers_pattern", pattern),
+    ):
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{where}: {name} must be names, got {value!r:.80}")
+    if not isinstance(layers, list) or not all(type(one) is int for one in layers):
+        raise ValueError(f"{where}: layers_to_transform must be numbers of layers, got {layers!r:.80}")
+    if bad := [one for one in pattern if not re.fullmatch(r"[\w.]+", one)]:
+        raise ValueError(f"{where}: layers_pattern must be names of modules, got {bad[0]!r:.80}")
+
+    def those(name: str, value: str | list[str]) -> set[str]:
+        if not isinstance(value, str):
+            wanted = set(value)
+            return {one for one in modules if one in wanted or any(one[at:] in wanted for at in _starts(one))}
+        if value == _only_in_text(config).get(name):
+            return {one for one in modules if re.fullmatch(value, one)}
+        try:
+            return pattern_match.fullmatches(value, sorted(modules))
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} {error}, got {value!r:.80}; merge these adapters with PEFT") from None
+
+    everything = isinstance(targets, str) and targets.lower() == "all-linear"
+    number = re.compile(rf"(?:.*?\.)?(?:{'|'.join(map(re.escape, pattern)) or '[^.]*'})\.(\d+)\.")
+    in_layers = {one for one in modules if (at := number.match(one)) and int(at[1]) in layers}
+    whole = set() if isinstance(targets, str) else set(targets)  # whole names count in all layers
+    of_parameters = _of_parameters(parameters, modules)
+    for name, fits in (
+        ("target_modules", modules if everything else those("target_modules", targets)),
+        ("layers_to_transform", in_layers | whole if layers else modules),
+        ("exclude_modules", modules - those("exclude_modules", excluded)),
+    ):
+        if left := sorted(modules - fits - of_parameters):
+            raise ValueError(
+                f"{where}: {name} must not leave out modules that have adapters in {WEIGHTS}, got {len(left)}, first "
+                f"{left[0]:.120}; use both files as PEFT wrote them"
+            )
+
+
+def _adapted(keys: Iterable[str], config) -> set[str]:
+    """The modules that have adapters, under their names in transformers' module."""
+    spelt = (names for leaf in param.leaf_list(models.table(config)) for names in leaf.keys(config.prefix).values())
+    names = {first.removesuffix(".weight"): last.removesuffix(".weight") for first, last in map(_ends, spelt)}
+    found = (re.fullmatch(r"base_model\.model\.(.*?)(?:\.base_layer)*\.lora_[AB]\.weight", key) for key in keys)
+    return {names.get(one[1], one[1]) for one in found if one}
+
+
+def _ends(names: Sequence[str]) -> tuple[str, str]:
+    """The first and the last."""
+    return names[0], names[-1]
+
+
+def _starts(module: str) -> Iterable[int]:
+    """Where the parts of a module's name begin, but the first."""
+    return (at + 1 for at, letter in enumerate(module) if letter == ".")
+
+
+def _of_parameters(parameters: Iterable[str], modules: Iterable[str]) -> set[str]:
+    """The modules whose adapters are those of `target_parameters`: experts together, each expert, or the module that
+    has the parameter."""
+    found = set()
+    for within, _, name in (one.rpartition(".") for one in parameters):
+        each = "gate_proj|up_proj" if name == "gate_up_proj" else re.escape(name)
+        of = re.compile(rf"(?:.*\.)?{re.escape(within or 'experts')}(?:\.\d+\.(?:{each}))?")
+        found |= {module for module in modules if of.fullmatch(module)}
+    return found
 
 
 def _as_in_files(tensors: Mapping[str, np.ndarray], base: param.Table, prefix: str) -> dict[str, np.ndarray]:

@@ -25,6 +25,8 @@ def logp_at(index):
 async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False, key=""):
     """A generation server whose tokens and log-probabilities depend on the absolute index only.
 
+    It says which folder it loaded, and loads adapters into `adapters`: name -> folder.
+
     `script` holds the answers of the next `/generate` calls; `refuse` maps other paths to an answer. With `honest`, the
     log-probability is minus the version it really has; `fails` names a path at which its next push fails. `wrong` lists
     calls that would crash SGLang: use while its memory is released, release while requests run, resuming twice. With a
@@ -32,7 +34,7 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False, k
     """
     state = types.SimpleNamespace(
         label=label, weights=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0, fails="",
-        released=False, wrong=[],
+        released=False, wrong=[], source="", adapters={},
     )  # fmt: skip
     state.going = asyncio.Event()
     state.going.set()
@@ -94,10 +96,18 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False, k
             state.fails = ""
             return answer({"message": "it went wrong"}, status=500)
         if request.path == "/update_weights_from_disk":
-            state.label = body["weight_version"]
+            state.label, state.source = body["weight_version"], body["model_path"]
             return answer({"success": True, "message": "loaded"})
+        if request.path == "/load_lora_adapter":
+            state.adapters[body["lora_name"]] = body["lora_path"]
+            return answer({"success": True})
+        if request.path == "/unload_lora_adapter":
+            del state.adapters[body["lora_name"]]
+            return answer({"success": True})
+        if request.path == "/v1/models":
+            return answer({"data": [{"id": n, "root": where, "parent": "base"} for n, where in state.adapters.items()]})
         if request.path == "/model_info":
-            return answer({"weight_version": state.label})
+            return answer({"weight_version": state.label, **({"model_path": state.source} if state.source else {})})
         if request.path == "/server_info":
             states = [{"released": ["kv_cache", "weights"] if state.released else []}]
             return answer({"enable_deterministic_inference": seeded, "internal_states": states})

@@ -188,6 +188,14 @@ PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 MADE = {  # what users pass to PEFT
     "qwen2": ("qwen2", dict(target_modules=PROJECTIONS, use_rslora=True)),
     "qwen2 one": ("qwen2", dict(target_modules=["o_proj"])),
+    "qwen2 by a pattern": (
+        "qwen2",
+        dict(target_modules=r".*\.layers\.[01]\..*(q|v|k)_proj", exclude_modules=r".*\.k_proj"),
+    ),
+    "qwen2, all layers by number": (
+        "qwen2",
+        dict(target_modules=["q_proj", "o_proj"], layers_to_transform=[0, 1], exclude_modules=["o_proj"]),
+    ),
     "phi3": ("phi3", dict(target_modules=["qkv_proj", "gate_up_proj", "down_proj"], use_rslora=True)),
     "qwen3_moe, fused by PEFT": ("qwen3_moe", dict(target_modules=PROJECTIONS)),
     "qwen3_moe, as parameters": (
@@ -520,14 +528,39 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
             (dict(lora_alpha=alpha), "adapter_config.json: lora_alpha must be a number above 0 that float32 holds")
             for alpha in (0, True, "4", float("inf"), float("nan"), 10**400)
         ),
+        *(
+            (changes, f"adapter_config.json: {name} must not leave out modules .*, got {count}, first {first}")
+            for changes, name, count, first in (
+                (dict(target_modules=["q_proj"]), "target_modules", 2, "model.layers.0.mlp.up_proj"),
+                (dict(target_modules=None), "target_modules", 4, "model.layers.0.mlp.up_proj"),
+                (dict(target_modules=r".*layers\.0.*"), "target_modules", 2, "model.layers.1.mlp.up_proj"),
+                (dict(exclude_modules=["up_proj"]), "exclude_modules", 2, "model.layers.0.mlp.up_proj"),
+                (dict(exclude_modules=r".*\.1\..*"), "exclude_modules", 2, "model.layers.1.mlp.up_proj"),
+                (dict(layers_to_transform=[1]), "layers_to_transform", 2, "model.layers.0.mlp.up_proj"),
+                (dict(layers_to_transform=0), "layers_to_transform", 2, "model.layers.1.mlp.up_proj"),
+                (dict(layers_to_transform=[0, 1], layers_pattern="h"), "layers_to_transform", 4, "model.layers.0"),
+            )
+        ),
+        (dict(target_modules=[1]), "target_modules must be names"),
+        (dict(target_modules=5), "target_modules must be names, got 5"),
+        (dict(target_modules="(q"), "target_modules must be a regular expression"),
+        (dict(layers_to_transform=["0"]), "layers_to_transform must be numbers"),
+        (dict(layers_to_transform=[0], layers_pattern="(a+)+"), "layers_pattern must be names of modules"),
         *((dict(use_rslora=value), "use_rslora must be true or false") for value in ("no", 1)),
         (dict(r=3), r"q_proj.lora_A.weight must be \[3, 24\].*, got \[2, 24\]"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(about | changes))
         with pytest.raises(ValueError, match=said):
             adapters_in_files.load(tmp_path, config)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about | dict(lora_dropout=0.1)))
-    assert adapters_in_files.load(tmp_path, config)[0] == spec  # used in training only
+    for changes in (
+        dict(lora_dropout=0.1),  # used in training only
+        dict(target_modules="all-linear"),
+        dict(target_modules=r".*\.(q_proj|up_proj|k_proj)", exclude_modules="lm_head"),
+        dict(target_modules=[*about["target_modules"], "k_proj"], exclude_modules=["o_proj"]),
+        dict(layers_to_transform=[0, 1], layers_pattern=["layers"]),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(about | changes))
+        assert adapters_in_files.load(tmp_path, config)[0] == spec
     tensors = saved(tmp_path)[1]
     first = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     for changed, said in (

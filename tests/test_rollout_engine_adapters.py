@@ -235,6 +235,25 @@ def test_layers_without_targets_have_no_factors():
     assert made[0]["gate"][0].dtype == "bfloat16"
 
 
+def test_a_request_whose_logits_are_not_finite_fails_alone():
+    """Whatever its neighbours got, and what gets its memory next, has the same bits as without it."""
+    prompts = [tuple(range(i, i + 9)) for i in range(4)]
+    with served() as engine:
+        engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        engine.load_adapter("huge", SPEC, jax.tree.map(lambda x: x * 1e38, ADAPTERS["b"]))
+        requests = [
+            ask(str(i), name, 40, prompt) for i, (name, prompt) in enumerate(zip(["", "a"] * 2, prompts, strict=True))
+        ]
+        before = engine.generate(requests)
+        broken = [ask("x", "huge", 40), dataclasses.replace(ask("y", "huge", 0), input_logprobs_from=0)]
+        *mixed, x, y = engine.generate([*requests, *broken])
+        after = engine.generate(requests)
+    assert all(map(same, before, mixed)) and all(map(same, before, after))
+    why = "adapter 'huge' on weights 'default': the logits are not finite; load others"
+    assert x.finish == y.finish == {"type": "abort", "message": why, "status_code": 500}
+    assert not x.tokens
+
+
 def test_bad_adapters_and_names_are_refused():
     table = lora.table(models.table(CONFIG), lora.Lora(rank=2))
     with served() as engine:

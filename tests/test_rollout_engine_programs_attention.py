@@ -106,13 +106,12 @@ def test_the_call_of_cpus_gives_a_query_the_same_bits_at_any_place_among_others(
     offsets(kind, 64, 40)
 
 
-@pytest.mark.parametrize("T", [1, 3])
-def test_the_call_of_cpus_reads_no_position_that_no_query_sees(T, compiled):
-    """Those of its pages that have not been written hold any numbers."""
+def unwritten(T, size=16):
+    """Positions that no query sees may hold any numbers: those of its pages that have not been written."""
     attend.clear_cache()
     rng, start_B = np.random.default_rng(0), np.array(STARTS[T], np.int32)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    B, L, H = len(start_B), X * C, 16
+    B, L, H = len(start_B), X * C, size
     q, pages, table_BX = draw(B, T, N, H), *placed(draw(B, L, K, H), draw(B, L, K, H), start_B + T, 0)
     rest = table_BX, start_B, np.ones(B, bool), None, Pattern()
     expected = attend(q, pages, *rest)
@@ -120,6 +119,19 @@ def test_the_call_of_cpus_reads_no_position_that_no_query_sees(T, compiled):
         page, first = table_BX[row, (end - 1) // C], (end - 1) % C + 1
         pages[0][page, :, :, first:] = pages[1][page, :, first:] = np.nan
     np.testing.assert_array_equal(attend(q, pages, *rest), expected)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_the_call_of_cpus_reads_no_position_that_no_query_sees(T, compiled):
+    unwritten(T)
+
+
+@pytest.mark.parametrize("many", [(1, 1), (6, 8)])
+@pytest.mark.parametrize("T", [1, 3])
+def test_no_position_that_no_query_sees_counts(T, many, monkeypatch):
+    monkeypatch.setattr(attention, "kernel", lambda *_: None)
+    monkeypatch.setattr(attention, "together", lambda *_: many)
+    unwritten(T)
 
 
 @pytest.mark.parametrize("T", [1, 16])
@@ -190,6 +202,14 @@ def test_few_queries_fit_beside_pages(kind, monkeypatch):
 def test_kernels_give_a_query_the_same_bits_at_any_place_among_others(kind, module, monkeypatch):
     monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
     offsets(kind, 48, 32)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("module", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("T", [1, 3])
+def test_kernels_do_not_count_positions_that_no_query_sees(T, module, monkeypatch):
+    monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
+    unwritten(T)
 
 
 @pytest.mark.gpu

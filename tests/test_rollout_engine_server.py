@@ -20,8 +20,8 @@ import servers
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from areax.adapters import hf, tokenizer
-from areax.models import forward
+from areax.adapters import hf, peft, tokenizer
+from areax.models import forward, lora, table
 from areax.rollout.chat.api import chat, completions
 from areax.rollout.chat.api.abilities import Abilities
 from areax.rollout.engine import server as module
@@ -82,6 +82,30 @@ def wait(condition, seconds=20):
 
 
 # -- requests ------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_logits_are_not_finite_fails_on_each_route(server, models, tmp_path):
+    config, spec = hf.read_config(models / "a"), lora.Lora(rank=2, alpha=1e30)
+    huge = peft.save(tmp_path / "huge", config, tiny.weights(lora.table(table(config), spec), 1.0), spec)
+    server.ok("/load_lora_adapter", {"lora_name": "huge", "lora_path": str(huge)})
+    why = "adapter 'huge' on weights 'A': the logits are not finite; load others"
+    ids = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}, "lora_path": "huge"}
+    talk = {"messages": [{"role": "user", "content": "1+"}], "max_tokens": 3, "model": "huge"}
+    bodies = {
+        "/generate": ids, "/v1/completions": {"prompt": "1+", "max_tokens": 3, "model": "huge"},
+        "/v1/chat/completions": talk, "/v1/messages": talk,
+        "/v1/responses": {"input": "1+", "max_output_tokens": 3, "model": "huge"},
+    }  # fmt: skip
+    before = server.generate(PROMPT)["text"]
+    for path, body in bodies.items():
+        status, answer = server.post(path, body)
+        assert status == 500 and answer["error"]["message"] == why, path
+        status, events = server.post(path, body | {"stream": True})
+        assert status == 200 and "error" in events and why in events, path
+    both = server.post("/generate", ids | {"input_ids": [PROMPT, PROMPT], "lora_path": [None, "huge"]})
+    assert both[0] == 500 and both[1]["error"]["message"] == why
+    assert server.generate(PROMPT)["text"] == before
+    server.ok("/unload_lora_adapter", {"lora_name": "huge"})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from areax.rollout import client
 from areax.rollout.fleet import offload
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.labels import read_label
+from areax.rollout.servers.types import Reported
 from areax.rollout.weights import store
 
 QUICK = client.Timeouts(retry_s=0.02, lost_s=1.0, lost_own_s=1.0, reach_s=0.5)
@@ -291,6 +292,100 @@ def test_an_unexpected_restart_is_detected_while_the_server_is_idle(tmp_path):
             await until(lambda: fleet.counts["stale"])
             await until(lambda: states(fleet) == ["healthy"])
             assert a.label == V1
+
+    run(main)
+
+
+def test_weights_replaced_under_their_label_are_named_and_loaded_again(tmp_path, caplog):
+    async def main():
+        async with serving() as a, watched([a.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+            for source in ("", str(tmp_path)):  # one that does not say it, the one that it was given
+                a.source, asked = source, len(a.calls)
+                await until(lambda asked=asked: sum(path == "/model_info" for path, _ in a.calls[asked:]) > 2)
+            assert states(fleet) == ["healthy"] and not caplog.messages
+            asked = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
+            a.going.clear()  # the answer is on its way when it is noticed
+            a.source = "/other/weights"
+            await until(lambda: fleet.counts["stale"])
+            await until(lambda: states(fleet) == ["healthy"])
+            assert a.source == str(tmp_path) and fleet.counts["recovered"] == 1
+            check(await asked, [1], 3)
+            why = f"{a.url}: has other weights under the label {V1!r}, loaded from '/other/weights', not '{tmp_path}'"
+            assert caplog.messages == [f"a server is stale: {why}"]
+
+    run(main)
+
+
+def test_weights_replaced_again_and_again_end_the_server(tmp_path):
+    async def main():
+        async with serving() as a, watched([a.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+            while states(fleet) != ["dead"]:
+                if states(fleet) == ["healthy"]:
+                    a.source = "/other/weights"
+                await asyncio.sleep(0.01)
+            assert "'/other/weights'" in fleet.servers[0].why and "took it back 3 times" in fleet.servers[0].why
+
+    run(main)
+
+
+def test_weights_replaced_before_the_first_push_end_the_server():
+    async def main():
+        async with serving() as a, watched([a.url]) as fleet:
+            fleet.servers[0].reported = Reported(V0, "/first")
+            a.source = "/other/weights"
+            await until(lambda: states(fleet) == ["dead"])
+            assert "'/other/weights'" in fleet.servers[0].why
+            a.source = "/first"
+            await until(lambda: states(fleet) == ["healthy"])
+
+    run(main)
+
+
+def test_weights_replaced_while_they_are_verified_do_not_count(tmp_path):
+    async def main():
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
+
+            async def replaces(request, body):
+                a.source = "/other/weights"
+                del a.refuse["/weights_checker"]
+                return await answers(200, {"ranks": [{"checksums": {"w": "1"}}]})(request, body)
+
+            a.refuse["/weights_checker"] = replaces
+            report = await push_weights(fleet, tmp_path, V1)
+            assert report.loaded == (b.url,) and "'/other/weights'" in report.failed[a.url]
+
+    run(main)
+
+
+def test_an_adapter_replaced_under_its_name_is_named_and_loaded_again(tmp_path, caplog):
+    base, ours = tmp_path / "base", tmp_path / "adapters"
+    base.mkdir(), ours.mkdir()
+    (base / "manifest.json").write_text('{"version": 0}')
+    label = read_label(base / "manifest.json")
+    (ours / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (ours / "manifest.json").write_text(json.dumps({"version": 1, "base": label}))
+
+    async def main():
+        async with serving() as a, watched([a.url]) as fleet:
+            await push_weights(fleet, ours, V1)
+            listed = sum(path == "/v1/models" for path, _ in a.calls)
+            await until(lambda: sum(path == "/v1/models" for path, _ in a.calls) > listed + 2)
+            assert states(fleet) == ["healthy"] and not caplog.messages
+            for what in ("adapter", "base"):
+                if what == "adapter":
+                    a.adapters[V1] = "/other/adapters"
+                else:
+                    a.source = "/other/weights"
+                before = fleet.counts["recovered"]
+                await until(lambda before=before: fleet.counts["recovered"] > before)
+                assert (a.adapters, a.source) == ({V1: str(ours)}, str(base)) and states(fleet) == ["healthy"]
+            first, second = caplog.messages
+            assert first.endswith(
+                f"has another adapter under the name {V1!r}, loaded from '/other/adapters', not '{ours}'"
+            )
+            assert f"{a.url}: has other weights under the label {label!r}, loaded from '/other/weights'" in second
 
     run(main)
 

@@ -7,6 +7,7 @@ to free slots, computes some of their prompts, and reports what was generated.
 import atexit
 import collections
 import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -613,7 +614,7 @@ class Engine:
     def _compute_prompts(self) -> None:
         budget = ON_CPUS if jax.default_backend() == "cpu" else PROMPTS
         for live in self._slots.compute_prompts(budget):
-            self._finish(live, {"type": "length", "length": 0})
+            self._finish(live, self._broken(live, []) or {"type": "length", "length": 0})
         self._requeue_preempted()
 
     def _requeue_preempted(self) -> None:
@@ -632,6 +633,9 @@ class Engine:
 
     def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
         """Adds the output of a dispatch for one request, up to its end, and reports it."""
+        if broken := self._broken(live, logp):
+            self._finish(live, broken)
+            return
         before = len(live.progress.tokens)
         finish = live.add(tokens, logp, top, routed, self.version)
         self._counts["tokens"] += len(live.progress.tokens) - before
@@ -639,6 +643,16 @@ class Engine:
             self._finish(live, finish)
         else:
             live.tell(live.progress.snapshot())
+
+    def _broken(self, live: Live, logp: list[float]) -> dict | None:
+        """How a request ends whose log-probabilities, of new tokens or the prompt, are not finite: the logits were not,
+        and such tokens are drawn from no distribution."""
+        inputs = () if live.progress.tokens else filter(None, live.progress.input_logp)
+        if all(map(math.isfinite, logp)) and all(map(math.isfinite, inputs)):
+            return None
+        of = f"weights {self.version!r}"
+        of = f"adapter {live.adapter.name!r} on {of}" if live.adapter else of
+        return {"type": "abort", "message": f"{of}: the logits are not finite; load others", "status_code": 500}
 
 
 def collect(enqueue: Callable[[Sequence[Pair]], None], requests: Sequence[Request]) -> list[Progress]:

@@ -106,7 +106,7 @@ class Progress:
       top: per position, [(logp, id), ...] of the likeliest tokens.
       input_logp, input_top: for the prompt from `input_logprobs_from`; None for the first token of a sequence.
       finish: None while running, else {"type": "stop", "matched": id or string}, {"type": "length", "length": n} or
-        {"type": "abort", "message": ...}.
+        {"type": "abort", "message": ...}; with a "status_code" it failed, and the message says why.
       decoded: text of the output without the stop token or string; None if the engine cannot decode.
       routed: if requested, i32[layers, top_k] for each token but the last, -1 in layers without experts.
       cached_tokens: prompt tokens that were already in the cache.

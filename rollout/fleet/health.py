@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import logging
 
@@ -20,6 +21,7 @@ from ..errors import ServerError
 from ..servers.concurrency import Limit
 from ..servers.labels import version_of
 from ..servers.server import Server
+from ..servers.types import Reported
 from ..weights import load, lora
 from .fleet import Fleet, Restart, labels_of
 
@@ -46,21 +48,22 @@ async def _recover(fleet: Fleet, server: Server) -> None:
     while True:
         await fleet.not_offloaded.wait()
         try:
-            label = await server.api.weight_label(timeout_s=patience_s)
+            now = await server.api.reported_weights(timeout_s=patience_s)
         except (ServerError, ValueError) as error:
             fleet.set_state(server, "dead", str(error))
         else:
-            foreign = version_of(label) >= 0 and label not in server.given
+            foreign = f"another run has given it weights {now.label!r}" if _is_foreign(server, now) else ""
+            foreign = foreign or server.replaced(now)
             if foreign and server.taken >= TAKEN:
-                why = f"another run has given it weights {label!r}, after this one took it back {TAKEN} times"
-                fleet.set_state(server, "dead", f"{server.url}: {why}; give each run servers of its own")
+                why = f"{foreign}, after this run took it back {TAKEN} times; give each run servers of its own"
+                fleet.set_state(server, "dead", f"{server.url}: {why}")
                 return
-            if server.state == "suspect" and not server.released and await _is_unharmed(fleet, server, label):
+            if server.state == "suspect" and not server.released and await _is_unharmed(fleet, server, now):
                 return
             try:
                 while not await _reload(fleet, server):
                     pass
-                server.taken += foreign
+                server.taken += bool(foreign)
                 return
             except (ServerError, ValueError) as error:
                 failed += 1
@@ -72,14 +75,19 @@ async def _recover(fleet: Fleet, server: Server) -> None:
         await asyncio.sleep(timeouts.backoff(failed))
 
 
-async def _is_unharmed(fleet: Fleet, server: Server, label: str) -> bool:
+def _is_foreign(server: Server, now: Reported) -> bool:
+    return version_of(now.label) >= 0 and now.label not in server.given
+
+
+async def _is_unharmed(fleet: Fleet, server: Server, now: Reported) -> bool:
     """Marks a suspect that answered healthy if it still has the newest weights, else stale."""
     async with fleet.publishing:
         newest = fleet.published.label if fleet.published else server.label
-        if label in server.expected(server.admitted) and server.label == newest and server.weights_verified.is_set():
+        has = now.label in server.expected(server.admitted) and not server.replaced(now)
+        if has and server.label == newest and server.weights_verified.is_set():
             fleet.set_state(server, "healthy", "")
             return True
-    fleet.set_state(server, "stale", f"{server.url}: came back with weights {label!r} after: {server.why}")
+    fleet.set_state(server, "stale", f"{server.url}: came back with weights {now.label!r} after: {server.why}")
     return False
 
 
@@ -95,10 +103,7 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
             await lora.load(server, weights, weights.base, "abort")
         else:
             await load.load(server, weights, "abort")
-    elif (
-        server.state == "weights_unknown"
-        or await server.api.weight_label(timeout_s=fleet.timeouts.lost_s) != server.label
-    ):
+    elif server.state == "weights_unknown" or not await _has_first(fleet, server):
         raise ServerError(f"{server.why}, and no version was published that it could load")
     async with fleet.publishing:
         if fleet.published != weights:
@@ -108,6 +113,12 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
         fleet.set_state(server, "healthy", "")
         fleet.counts["recovered"] += 1
         return True
+
+
+async def _has_first(fleet: Fleet, server: Server) -> bool:
+    """Whether a server has the weights that it had when it was met."""
+    now = await server.api.reported_weights(timeout_s=fleet.timeouts.lost_s)
+    return now.label == server.label and not server.replaced(now)
 
 
 async def _restart(fleet: Fleet, server: Server, restart: Restart) -> None:
@@ -166,10 +177,16 @@ async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], id
 async def _check(fleet: Fleet, server: Server) -> None:
     oldest = server.admitted
     try:
-        label = await server.api.weight_label(timeout_s=fleet.timeouts.heartbeat_answer_s)
+        now = await server.api.reported_weights(timeout_s=fleet.timeouts.heartbeat_answer_s)
     except (ServerError, ValueError) as error:
         fleet.mark_suspect(server, str(error))
         return
     expected = server.expected(oldest)
-    if label not in expected:
-        fleet.fail(server, "stale", f"{server.url}: has weights {label!r}, but was given {expected}")
+    if now.label not in expected:
+        fleet.fail(server, "stale", f"{server.url}: has weights {now.label!r}, but was given {expected}")
+        return
+    why = server.replaced(now)
+    with contextlib.suppress(ServerError, ValueError):  # whether it answers at all is known already
+        why = why or await lora.replaced(server, timeout_s=fleet.timeouts.heartbeat_answer_s)
+    if why:
+        fleet.fail(server, "stale", f"{server.url}: {why}")

@@ -14,7 +14,7 @@ from ..errors import ServerError
 from . import concurrency, gauges, prefix_routing
 from .endpoint import Unreached
 from .sglang import SGLang
-from .types import Probe, Published, Staged, State
+from .types import Probe, Published, Reported, Staged, State
 
 
 class Stager(Protocol):
@@ -72,6 +72,8 @@ class Server:
       taken: how often it was taken back from another run.
       base: if it serves adapters, the label of the base weights, which it reports.
       adapters: adapters that requests may use, newest last; `using` counts requests per adapter.
+      reported: what it said of its weights when they were loaded, or when it was met; None while a load is under way.
+      folders: the folder of each adapter when it was loaded.
     """
 
     api: SGLang
@@ -108,6 +110,8 @@ class Server:
     base: str = ""
     adapters: list[str] = field(default_factory=list)
     using: collections.Counter[str] = field(default_factory=collections.Counter)
+    reported: Reported | None = None
+    folders: dict[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -131,6 +135,14 @@ class Server:
     def expected(self, oldest: int) -> list[str]:
         """The labels it may report while `labels[oldest]` is the oldest in use."""
         return self.labels[oldest:] + ([self.base] if self.base else [])
+
+    def replaced(self, now: Reported) -> str:
+        """Why the weights are others than those given, although `now`, what it reports, has their label; "" = they are
+        not, or it does not say where it loaded them from."""
+        known = self.reported
+        if not known or known.label != now.label or "" in (known.source, now.source) or known.source == now.source:
+            return ""
+        return f"has other weights under the label {now.label!r}, loaded from {now.source!r}, not {known.source!r}"
 
     async def release_memory(self) -> None:
         """Pauses it and frees its memory; it must load weights before it generates again.
@@ -174,7 +186,7 @@ async def connect(
     api = SGLang(url, http, reach_s, key_variable, vocabulary)
     info = await api.describe(timeout_s=ready_s)
     return Server(
-        api, [info.label], seeded=info.seeded, stages=info.stages, ranks=info.ranks, layout=info.layout,
-        slots=info.slots, context=info.context, handover=handover, released=info.released,
+        api, [info.weights.label], reported=info.weights, seeded=info.seeded, stages=info.stages, ranks=info.ranks,
+        layout=info.layout, slots=info.slots, context=info.context, handover=handover, released=info.released,
         cached=prefix_routing.Cached(info.capacity) if info.capacity else prefix_routing.Cached(),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from . import sglang_answers as answers
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
-from .types import Part
+from .types import Part, Reported
 
 LONGEST = 2**20  # tokens of an answer, where no number is asked for
 BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
@@ -30,7 +30,7 @@ class Description:
     """What a server reports about itself.
 
     Attributes:
-      label: of the weights it serves.
+      weights: those it serves.
       seeded: it honours sampling seeds.
       stages: it can read new weights while it serves the current ones.
       ranks: processes that share the weights; each is sent them.
@@ -41,7 +41,7 @@ class Description:
       context: tokens of its longest sequence, by its limits and by its cache; 0 = unknown.
     """
 
-    label: str
+    weights: Reported
     seeded: bool
     stages: bool
     ranks: int
@@ -64,10 +64,10 @@ class SGLang(Endpoint):
 
     async def describe(self, *, timeout_s: float) -> Description:
         """The server's own description; raises as `call`."""
-        label = await self.weight_label(timeout_s=timeout_s)
+        weights = await self.reported_weights(timeout_s=timeout_s)
         info = await self.server_info(timeout_s=timeout_s)
         return Description(
-            label=label,
+            weights=weights,
             seeded=info.get("enable_deterministic_inference") is True,
             stages=info.get("stages_weights") is True,
             ranks=answers.positive(info, "tp_size") or 1,
@@ -96,13 +96,17 @@ class SGLang(Endpoint):
         except (ServerError, ValueError):  # whether the server is up at all is checked elsewhere
             return None
 
-    async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
-        """The label that it reports for its weights."""
+    async def reported_weights(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> Reported:
+        """The label that it reports for its weights, and the folder that it last loaded them from."""
         answer = await self.call("GET", "/model_info", timeout_s=timeout_s, reach_s=reach_s)
-        label = answer.get("weight_version")
+        label, source = answer.get("weight_version"), answer.get("model_path")
         if not isinstance(label, str):
             raise ServerError(f"{self.url}/model_info: no weight_version in the answer")
-        return label
+        return Reported(label, source if isinstance(source, str) else "")
+
+    async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
+        """The label that it reports for its weights."""
+        return (await self.reported_weights(timeout_s=timeout_s, reach_s=reach_s)).label
 
     async def pause(self, mode: str = "retract", *, timeout_s: float = 60.0, reach_s: float | None = None) -> None:
         """Stops generation: `abort` returns running requests, `retract` requeues them, `in_place` freezes them."""

@@ -88,6 +88,13 @@ class Published:
     checksums: dict[str, list] = field(default_factory=dict, compare=False, repr=False)
 
 
+class Reported(NamedTuple):
+    """What a server says of its weights: their label, and the folder that it loaded them from, "" = unknown."""
+
+    label: str
+    source: str
+
+
 @dataclass(frozen=True)
 class Staged:
     """A version where a server can read it: the directory, and the bytes fetched to bring it there."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..errors import ServerError
 from ..servers.server import Server
-from ..servers.types import Loaded, Published
+from ..servers.types import Loaded, Published, Reported
 from . import verify
 
 PROBE_S = 60.0  # for the answer to the probe
@@ -45,7 +45,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         server.weights_verified.clear()
         server.given.add(weights.label)
         server.labels.append(weights.label)  # tokens sampled from here on may carry it
-        server.adapters = []
+        server.adapters, server.folders, server.reported = [], {}, None
         loading = now()
         if files:
             await server.api.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")
@@ -54,7 +54,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
                 await server.handover(server, weights, mode != "in_place")
         server.cached.clear()  # prefixes computed with the old weights are flushed or keyed differently
         load_s = now() - loading
-        _compare_label(server, await server.api.weight_label(reach_s=server.api.reach_s), weights.label)
+        server.reported = await _reported(server, weights.label)
         server.base, server.admitted = "", len(server.labels) - 1
         await server.api.resume()
         pause_s = now() - paused
@@ -63,7 +63,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S) if weights.probe else None
     ranks = await server.api.checksums() if server.has_checksums else []
     if answer or ranks:  # else another run's weights, loaded meanwhile, would be taken for a fault, or for these
-        _compare_label(server, await server.api.weight_label(reach_s=server.api.reach_s), weights.label)
+        server.reported = await _reported(server, weights.label)
     difference = verify.probe_difference(server, weights.probe, answer) if weights.probe and answer else None
     if server.has_checksums:
         verify.compare_checksums(server, weights, ranks)
@@ -71,10 +71,14 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     return Loaded(pause_s, load_s, now() - resumed, difference)
 
 
-def _compare_label(server: Server, reported: str, label: str) -> None:
-    """Raises ServerError if the server reports other weights."""
-    if reported != label:
-        raise ServerError(f"{server.url}: reports weights {reported!r} instead of {label!r}")
+async def _reported(server: Server, label: str) -> Reported:
+    """What the server says of its weights; raises ServerError if they have another label, or were replaced."""
+    now = await server.api.reported_weights(reach_s=server.api.reach_s)
+    if now.label != label:
+        raise ServerError(f"{server.url}: reports weights {now.label!r} instead of {label!r}")
+    if why := server.replaced(now):
+        raise ServerError(f"{server.url}: {why}")
+    return now
 
 
 @contextlib.contextmanager

@@ -62,14 +62,14 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     Raises as `load.load`.
     """
     below = Loaded(0.0, 0.0, 0.0, None)
-    held = server.base == base.label and not server.released
-    if not held or await server.api.weight_label(reach_s=server.api.reach_s) != server.base:
+    if server.base != base.label or server.released or not await _has_base(server):
         below = await full_load.load(server, base, mode)
         server.base = base.label
     directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
     label = weights.label
     now = asyncio.get_running_loop().time
     begun = now()
+    server.folders.pop(label, None)
     if (there := (await server.api.adapters()).get(label)) != directory:
         if there is not None:  # loaded by another run, or by this one before it was killed, from files that may be gone
             await server.api.unload_adapter(label)
@@ -88,16 +88,39 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
             raise
     if label not in server.adapters:
         server.adapters.append(label)
+    server.folders[label] = directory
     server.labels.append(label)
     server.admitted = len(server.labels) - 1
     server.cached.clear()  # prefixes computed with another adapter are of no use to this one
     return Loaded(below.pause_s, below.load_s + loaded - begun, below.prove_s + now() - loaded, difference)
 
 
+async def _has_base(server: Server) -> bool:
+    """Whether the server still has the base that it was given."""
+    now = await server.api.reported_weights(reach_s=server.api.reach_s)
+    return now.label == server.base and not server.replaced(now)
+
+
+async def replaced(server: Server, *, timeout_s: float) -> str:
+    """Why an adapter that requests name is another than the one loaded under its name; "" if none is. One that is
+    missing is found by the next request.
+
+    Raises ServerError, ValueError if the server does not list its adapters.
+    """
+    known = {name: server.folders[name] for name in server.adapters if name in server.folders}
+    listed = await server.api.adapters(timeout_s=timeout_s) if known else {}
+    for name, folder in known.items():
+        where = listed.get(name, folder)
+        if where != folder and server.folders.get(name) == folder:  # else it was loaded again meanwhile
+            return f"has another adapter under the name {name!r}, loaded from {where!r}, not {folder!r}"
+    return ""
+
+
 async def unload(server: Server) -> None:
     """Unloads adapters that no request uses, except the newest; one that fails to unload is retried next time."""
     keep = {*server.adapters[-ADAPTERS:], *(name for name, users in server.using.items() if users)}
     server.adapters = [name for name in server.adapters if name in keep]  # first: no new request may choose the others
+    server.folders = {name: folder for name, folder in server.folders.items() if name in keep}
     try:
         for name in await server.api.adapters():
             if version_of(name) >= 0 and name not in keep:

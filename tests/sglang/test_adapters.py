@@ -145,6 +145,26 @@ def test_lost_adapters_are_reloaded_before_the_next_request(server, versions, ad
     exact(adapters, 1, PROMPT, one.tokens, one.logp)
 
 
+def test_an_adapter_replaced_under_its_name_is_loaded_again(server, adapters):
+    async def main():
+        timeouts = client.Timeouts(heartbeat_s=0.2)
+        async with client.connect([server.url], timeouts=timeouts) as fleet:
+            await push_weights(fleet, adapters.paths[1], adapters.labels[1])
+            await asyncio.sleep(1)
+            assert fleet.counts["stale"] == 0
+            await asyncio.to_thread(server.ok, "/unload_lora_adapter", {"lora_name": adapters.labels[1]})
+            body = {"lora_name": adapters.labels[1], "lora_path": str(adapters.paths[2])}
+            await asyncio.to_thread(server.ok, "/load_lora_adapter", body)
+            while not fleet.counts["recovered"]:
+                await asyncio.sleep(0.1)
+            assert listed(server) == {adapters.labels[1]: str(adapters.paths[1])}
+            return await fleet.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+
+    one = asyncio.run(asyncio.wait_for(main(), 60))
+    assert set(one.version) == {1}
+    exact(adapters, 1, PROMPT, one.tokens, one.logp)
+
+
 def test_servers_report_which_adapters_they_accept(server, adapters):
     modules = json.loads((adapters.paths[1] / "adapter_config.json").read_text())["target_modules"]
     assert asyncio.run(lora.refusal([server.url], 4, modules)) == ""

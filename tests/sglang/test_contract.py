@@ -639,6 +639,23 @@ def test_client_requests_survive_a_push(server, versions, tmp_path, way, mode):
     assert not counts["preempted"]  # retractions by a push say nothing about the server's memory
 
 
+def test_weights_replaced_under_their_label_are_loaded_again(server, versions):
+    async def main():
+        timeouts = client.Timeouts(heartbeat_s=0.2)
+        async with client.connect([server.url], timeouts=timeouts) as fleet:
+            await push_weights(fleet, versions.paths[1], versions.labels[1], probe=versions.probe(1))
+            await asyncio.sleep(1)
+            assert fleet.counts["stale"] == 0
+            await asyncio.to_thread(load, server, versions, 2, weight_version=versions.labels[1])
+            while not fleet.counts["recovered"]:
+                await asyncio.sleep(0.1)
+            assert fleet.counts["stale"] == 1
+            return await fleet.generate(PROMPT, max_new_tokens=12, temperature=0.0, ignore_eos=True)
+
+    done = asyncio.run(asyncio.wait_for(main(), 60))
+    assert done.tokens == versions.greedy(1, PROMPT, 12) and set(done.version) == {1}
+
+
 def test_offloading_and_the_push_that_ends_it(server, versions):
     """Running requests are retracted, new ones wait, and both continue under the pushed weights."""
     push = lambda fleet, v: push_weights(fleet, versions.paths[v], versions.labels[v])

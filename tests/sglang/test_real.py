@@ -136,6 +136,26 @@ def test_new_weights_without_a_label_keep_the_old_label(real, versions):
     assert real.generate(PROMPT)["meta_info"]["weight_versions"][0]["version"] == versions.labels[0]
 
 
+def test_weights_replaced_after_a_push_of_tensors_are_loaded_again(real, versions):
+    """Tensors leave the folder that the server reports."""
+
+    async def main():
+        timeouts = client.Timeouts(heartbeat_s=0.2)
+        async with client.connect([real.url], handover=versions.handover, timeouts=timeouts) as fleet:
+            first = real.ok("/model_info")["model_path"]
+            await push_weights(fleet, versions.paths[1], versions.labels[1], arrays=versions.params[1])
+            assert real.ok("/model_info")["model_path"] == first
+            await asyncio.sleep(1)
+            assert fleet.counts["stale"] == 0
+            assert update(real, versions.paths[2])[0] == 200  # without a label
+            while not fleet.counts["recovered"]:
+                await asyncio.sleep(0.1)
+            return await fleet.generate(PROMPT, max_new_tokens=12, temperature=0.0, ignore_eos=True)
+
+    done = asyncio.run(asyncio.wait_for(main(), 60))
+    assert done.tokens == versions.greedy(1, PROMPT, 12) and set(done.version) == {1}
+
+
 def test_an_update_with_an_unknown_tensor_reports_success(real, altered):
     path = altered(lambda tensors: tensors.update({"model.layers.0.nope.weight": np.zeros(3, np.float32)}))
     status, answer = update(real, path, "extra")

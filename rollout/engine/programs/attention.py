@@ -163,6 +163,8 @@ def _add(carry, q_BKGTH, keys_BKHL, values_BKLV, start_B, begin_B, pattern: Patt
     new_BKGT1 = jnp.maximum(most_BKGT1, jnp.max(score_BKGTL, -1, keepdims=True))
     keep_BKGT1 = jnp.exp(most_BKGT1 - new_BKGT1)
     prob_BKGTL = jnp.exp(score_BKGTL - new_BKGT1)
+    # Memory that was not written yet holds any numbers, and one that is not finite survives a weight of 0.
+    values_BKLV = jnp.where(jnp.any(sees_BTL, 1)[:, None, :, None], values_BKLV, 0)
     part_BKGTV = jnp.einsum(
         "BKGTL,BKLV->BKGTV", prob_BKGTL.astype(values_BKLV.dtype), values_BKLV, preferred_element_type=jnp.float32
     )

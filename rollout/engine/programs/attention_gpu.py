@@ -104,6 +104,7 @@ def _kernel(
     split, C = jax.lax.rem(pl.program_id(2), splits), v_ref.shape[1]
     at_Q, first, count = at_ref[...], first_ref[0], count_ref[0]
     begin = first + jax.lax.rem(split + splits - jax.lax.rem(first, splits), splits)  # the first number of this split
+    last = at_Q.max()
     of_keys, of_values = _parts(k_ref.shape[1]), _parts(v_ref.shape[2])
     q = [q_ref[:, part] for part in of_keys]
 
@@ -123,7 +124,10 @@ def _kernel(
         new_Q = jnp.maximum(most_Q, score_QC.max(1))
         keep_Q = jnp.exp(most_Q - new_Q)
         prob_QC = jnp.where(seen_QC, jnp.exp(score_QC - new_Q[:, None]), 0)
-        more = [_dot(prob_QC.astype(q_ref.dtype), v_ref[page, :, part].astype(q_ref.dtype)) for part in of_values]
+        read_C1 = (number * C + jnp.arange(C, dtype=jnp.int32))[:, None] <= last
+        # What was not written yet may be not finite, which survives a weight of 0.
+        values = [jnp.where(read_C1, v_ref[page, :, part].astype(q_ref.dtype), 0) for part in of_values]
+        more = [_dot(prob_QC.astype(q_ref.dtype), value_CV) for value_CV in values]
         out = [x_QV * keep_Q[:, None] + y_QV for x_QV, y_QV in zip(out, more, strict=True)]
         return new_Q, sum_Q * keep_Q + prob_QC.sum(1), *out
 

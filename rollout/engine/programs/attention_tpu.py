@@ -93,6 +93,9 @@ def _kernel(
         seen_RC = key_RC <= at_R1
         if pattern.span is not None:
             seen_RC &= key_RC >= pattern.first(at_R1)
+        place = jax.lax.broadcasted_iota(jnp.int32, (1, C) if turned else (C, 1), 1 if turned else 0)
+        # What was not written yet may be not finite, which survives a weight of 0.
+        read = (first_ref[b] + x) * C + place <= jnp.max(at_R1)
         for k in range(K):
             score_RC = _dot(q_ref[0, k], k_ref[0, k].astype(q_ref.dtype))
             if pattern.softcap is not None:
@@ -105,8 +108,8 @@ def _kernel(
             sum_R1 = sum_ref[0, k, :, :1] * keep_R1 + jnp.sum(prob_RC, 1, keepdims=True)
             most_ref[0, k] = jnp.broadcast_to(new_R1, most_ref.shape[2:])
             sum_ref[0, k] = jnp.broadcast_to(sum_R1, sum_ref.shape[2:])
-            prob_RC, value = prob_RC.astype(q_ref.dtype), v_ref[0, k].astype(q_ref.dtype)
-            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC, value, of_right=1 if turned else 0)
+            value = jnp.where(read, v_ref[0, k].astype(jnp.float32), 0).astype(q_ref.dtype)
+            out_ref[0, k] = out_ref[0, k] * keep_R1 + _dot(prob_RC.astype(q_ref.dtype), value, 1 if turned else 0)
 
 
 def _dot(a, b, of_right: int = 0):

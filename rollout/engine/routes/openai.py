@@ -28,7 +28,7 @@ from ..request import Grammar, Progress, too_long
 from . import answer_grammar, request_parsing
 from .image_data import placed
 from .openai_fields import TABLES
-from .replies import Answer, disconnected
+from .replies import Answer, disconnected, failure
 from .request_parsing import Ask
 from .samples import Sample
 from .service import Service
@@ -264,6 +264,8 @@ class OpenAI:
         done = await self.service.bridge.finish(asked.requests, disconnected(http), ended)
         if done is None:
             return Response(status_code=499)
+        if failed := failure(done):
+            raise HTTPException(*failed)
         interactions = [sample.done(progress) for sample, progress in zip(samples, done, strict=True)]
         if _lost(api, interactions):
             raise HTTPException(*ABORTED)
@@ -293,6 +295,9 @@ class OpenAI:
                 shown = completions.echoed(ask, asked.requests[i].prompt, self.service.tokenizer)
                 made += stream.pieces(i, [Text("content", shown)], samples[i].inputs(progress))
             begun.add(i)
+            if failed := failure([progress]):
+                yield b"".join(map(encoded, (*made, *stream.failed(*failed))))
+                return
             for pieces, reading in samples[i].news(progress):
                 made += stream.pieces(i, pieces, reading if asked.logprobs[i] else ())
             if progress.finish:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ..request import Progress
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -17,6 +19,12 @@ class Answer(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return _encode(content).encode()
+
+
+def failure(progress: Iterable[Progress]) -> tuple[int, str] | None:
+    """The status and message of the first request that failed in the engine, if any did."""
+    ends = (one.finish or {} for one in progress)
+    return next(((end["status_code"], end["message"]) for end in ends if "status_code" in end), None)
 
 
 def events(answers: AsyncIterator[dict]) -> Response:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -19,7 +20,7 @@ from ...chat import fields
 from ...processes.http_limits import off_loop, read_json
 from ..request import Progress, Request, Sampling
 from . import request_parsing
-from .replies import Answer, disconnected, events
+from .replies import Answer, disconnected, events, failure
 from .service import Service
 
 PAUSES = ("abort", "retract", "in_place")
@@ -65,6 +66,8 @@ class SGLang:
         done = await self.service.bridge.finish(ask.requests, disconnected(http))
         if done is None:
             return Response(status_code=499)  # nobody reads it
+        if failed := failure(done):
+            raise HTTPException(*failed)
         answers = [self.service.answer(progress, ask, i, start) for i, progress in enumerate(done)]
         return Answer(answers[0] if ask.single else answers)
 
@@ -72,6 +75,9 @@ class SGLang:
         self, ask: request_parsing.Ask, news: AsyncIterator[tuple[int, Progress]], start: float
     ) -> AsyncIterator[dict]:
         async for i, progress in news:
+            if failed := failure([progress]):
+                yield {"error": {"message": failed[1], "code": failed[0]}}
+                return
             answer = self.service.answer(progress, ask, i, start)
             yield answer if ask.single else answer | {"index": i}
 
