@@ -74,7 +74,7 @@ MAY_IMPORT = {
         "rollout.processes",
     },
     "adapters/commands/suggest.py": {"adapters", "parallel", "core", "rollout.simulation"},
-    "adapters/commands/programs.py": {"adapters", "parallel", "models", "rollout.engine"},
+    "adapters/commands/programs.py": {"adapters", "core", "parallel", "models", "rollout.engine"},
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }
