@@ -266,7 +266,7 @@ def test_a_server_that_asks_to_come_later_is_asked_later(status):
             a.refuse["/model_info"] = later
             begun = asyncio.get_running_loop().time()
             with pytest.raises(endpoint.Unreached, match=f"HTTP {status}"):  # at once: it would take longer than that
-                await fleet.servers[0].api.weight_label(timeout_s=9, reach_s=0.25)
+                await fleet.servers[0].api.reported_weights(timeout_s=9, reach_s=0.25)
             assert asyncio.get_running_loop().time() - begun < 0.25
 
     run(main)
@@ -759,6 +759,7 @@ def test_control_calls_have_deadlines_and_descriptive_errors():
 
 
 PUSH = [
+    "/model_info",  # whether something else has loaded weights
     "/pause_generation",
     "/update_weights_from_disk",
     "/model_info",
@@ -937,7 +938,7 @@ def test_an_interrupted_push_leaves_no_server_routable(tmp_path):
 
             a.refuse["/update_weights_from_disk"] = hangs
             task = asyncio.create_task(push_weights(fleet, tmp_path, V1))
-            await until(lambda: PUSH[1] in controls(a))
+            await until(lambda: PUSH[2] in controls(a))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

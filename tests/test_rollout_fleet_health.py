@@ -317,6 +317,18 @@ def test_weights_replaced_under_their_label_are_named_and_loaded_again(tmp_path,
     run(main)
 
 
+def test_weights_replaced_between_two_heartbeats_are_named_by_the_next_push(tmp_path, caplog):
+    async def main():
+        async with serving() as a, connect([a.url]) as fleet:  # which is not watched
+            await push_weights(fleet, tmp_path, V1)
+            a.source = "/other/weights"
+            await push_weights(fleet, tmp_path, V2)
+            [said] = caplog.messages
+            assert said.startswith(f"{a.url}: has other weights under the label {V1!r}, loaded from '/other/weights'")
+
+    run(main)
+
+
 def test_weights_replaced_again_and_again_end_the_server(tmp_path):
     async def main():
         async with serving() as a, watched([a.url]) as fleet:

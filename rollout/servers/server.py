@@ -163,8 +163,10 @@ class Server:
 
     async def reclaim_memory(self, *, timeout_s: float = 120.0) -> None:
         """Has it allocate the memory it released, unless it was restarted since then, which its label shows."""
-        if self.released and await self.api.weight_label(timeout_s=timeout_s, reach_s=self.api.reach_s) == self.label:
-            await self.api.resume_memory(timeout_s=timeout_s)
+        if self.released:
+            now = await self.api.reported_weights(timeout_s=timeout_s, reach_s=self.api.reach_s)
+            if now.label == self.label:
+                await self.api.resume_memory(timeout_s=timeout_s)
         self.released = False
 
 

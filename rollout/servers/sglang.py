@@ -104,10 +104,6 @@ class SGLang(Endpoint):
             raise ServerError(f"{self.url}/model_info: no weight_version in the answer")
         return Reported(label, source if isinstance(source, str) else "")
 
-    async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
-        """The label that it reports for its weights."""
-        return (await self.reported_weights(timeout_s=timeout_s, reach_s=reach_s)).label
-
     async def pause(self, mode: str = "retract", *, timeout_s: float = 60.0, reach_s: float | None = None) -> None:
         """Stops generation: `abort` returns running requests, `retract` requeues them, `in_place` freezes them."""
         await self.call("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s, reach_s=reach_s)

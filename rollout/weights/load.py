@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
 
 from ..errors import ServerError
 from ..servers.server import Server
 from ..servers.types import Loaded, Published, Reported
 from . import verify
+
+log = logging.getLogger(__name__)
 
 PROBE_S = 60.0  # for the answer to the probe
 
@@ -37,6 +40,10 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         if files and server.stages and not server.released:
             await server.api.stage_weights_from_disk(directory)
 
+        if server.reported and server.state == "healthy":  # else the weights of a push replace others that nobody named
+            why = server.replaced(await server.api.reported_weights(reach_s=server.api.reach_s))
+            if why:
+                log.warning("%s: %s; tokens since the last heartbeat may be theirs", server.url, why)
         paused = now()
         mode = "abort" if server.adapters else mode
         await server.api.pause(mode, reach_s=server.api.reach_s)
@@ -54,7 +61,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
                 await server.handover(server, weights, mode != "in_place")
         server.cached.clear()  # prefixes computed with the old weights are flushed or keyed differently
         load_s = now() - loading
-        server.reported = await _reported(server, weights.label)
+        server.reported = _checked(server, await server.api.reported_weights(reach_s=server.api.reach_s), weights.label)
         server.base, server.admitted = "", len(server.labels) - 1
         await server.api.resume()
         pause_s = now() - paused
@@ -63,7 +70,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S) if weights.probe else None
     ranks = await server.api.checksums() if server.has_checksums else []
     if answer or ranks:  # else another run's weights, loaded meanwhile, would be taken for a fault, or for these
-        server.reported = await _reported(server, weights.label)
+        server.reported = _checked(server, await server.api.reported_weights(reach_s=server.api.reach_s), weights.label)
     difference = verify.probe_difference(server, weights.probe, answer) if weights.probe and answer else None
     if server.has_checksums:
         verify.compare_checksums(server, weights, ranks)
@@ -71,9 +78,8 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     return Loaded(pause_s, load_s, now() - resumed, difference)
 
 
-async def _reported(server: Server, label: str) -> Reported:
+def _checked(server: Server, now: Reported, label: str) -> Reported:
     """What the server says of its weights; raises ServerError if they have another label, or were replaced."""
-    now = await server.api.reported_weights(reach_s=server.api.reach_s)
     if now.label != label:
         raise ServerError(f"{server.url}: reports weights {now.label!r} instead of {label!r}")
     if why := server.replaced(now):
