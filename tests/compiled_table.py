@@ -15,7 +15,7 @@ import written_parts
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compiled.md"
 sys.path.append(str(ROOT / "tests" / "compilers"))
-import sizes  # noqa: E402
+import family_sizes  # noqa: E402
 
 PARTS = "train", "score", "decode", "prefill"
 PACKAGES = "jax", "jax-cuda13-plugin", "libtpu"
@@ -52,8 +52,8 @@ def cell(one: Mapping | None) -> str:
 def table(found: Found, chip: str) -> str:
     """A row for each model_type."""
     cells = lambda family: [cell(found.get((chip, family, part))) for part in PARTS]
-    row = lambda family: [f"`{family}`", sizes.MODELS[family][0], *cells(family)]
-    lines = [["model_type", "sizes of", *PARTS], *map(row, sorted(sizes.MODELS))]
+    row = lambda family: [f"`{family}`", family_sizes.MODELS[family][0], *cells(family)]
+    lines = [["model_type", "sizes of", *PARTS], *map(row, sorted(family_sizes.MODELS))]
     head, *rows = [f"| {' | '.join(line)} |\n" for line in lines]
     return head + "|---" * len(lines[0]) + "|\n" + "".join(rows)
 

@@ -34,4 +34,4 @@ def test_the_page_has_every_family():
     text = compiled_table.PAGE.read_text().partition(compiled_table.BEGIN)[2]
     for family in models.FAMILIES:
         assert text.count(f"| `{family}` |") == len(compiled_table.CHIPS)
-    assert compiled_table.sizes.MODELS.keys() == models.FAMILIES.keys()
+    assert compiled_table.family_sizes.MODELS.keys() == models.FAMILIES.keys()

@@ -1,8 +1,8 @@
-"""The programs of a run of `areax train grpo` on a model of `sizes`, and what a chip's compiler makes of them."""
+"""The programs of a run of `areax train grpo` on a model of `family_sizes`, and what a chip's compiler makes of them."""
 
 import json
 
-import sizes
+import family_sizes
 
 from areax.adapters.command_line import options
 from areax.adapters.commands import jobs, programs
@@ -17,7 +17,7 @@ ROWS, LENGTH = 4, 2048
 
 def asked(family: str, chip: str, folder) -> dict[str, programs.Program]:
     """{part of `PARTS`: Program} of a run on one chip, whose config.json goes to the folder."""
-    (folder / "config.json").write_text(json.dumps({"model_type": family} | sizes.MODELS[family][1]))
+    (folder / "config.json").write_text(json.dumps({"model_type": family} | family_sizes.MODELS[family][1]))
     given = options.flat(grpo.Config(str(folder), "", ""))
     given.rows, given.length, given.groups, given.group_size = ROWS, LENGTH, 4, 4
     given.run = Run(dtype="bfloat16")

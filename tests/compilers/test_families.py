@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 import asking
+import family_sizes
 import pytest
-import sizes
 
 from areax.adapters.commands import compiled
 
@@ -20,7 +20,7 @@ CORE = {
     ("qwen3", "h100", "train"), ("gemma3_text", "h100", "prefill"), ("deepseek_v2", "h100", "decode"),
     ("gpt_oss", "h100", "score"), ("qwen3_5_text", "h100", "decode"), ("qwen3", "v5p", "prefill"),
 }  # fmt: skip
-CASES = [(chip, family, part) for chip in ("h100", "v5p") for family in sizes.MODELS for part in asking.PARTS]
+CASES = [(chip, family, part) for chip in ("h100", "v5p") for family in family_sizes.MODELS for part in asking.PARTS]
 # What a program must call, unless the family has no such layers or `OTHERS` says why not.
 KERNELS = {
     ("h100", "train"): {"attention_forward", "attention_dq", "attention_dkv"}, ("h100", "score"): {"attention_forward"},
@@ -58,6 +58,6 @@ def test_a_family_compiles(chip, family, part, tmp_path):
 def test_no_step_of_decoding_copies_the_cache(family, chip, most, tmp_path):
     """64 sequences of 2,048 tokens in 2 layers; phi3's values fill no register of a TPU."""
     found = compiled.check(asking.asked(family, chip, tmp_path)["decode"], chip)
-    model = sizes.MODELS[family][1]
+    model = family_sizes.MODELS[family][1]
     heads = model["num_key_value_heads"] * model["hidden_size"] // model["num_attention_heads"]
     assert found.temporary_bytes < most * 64 * 2048 * 2 * 2 * 2 * heads
