@@ -1,4 +1,4 @@
-"""The programs of a run of `areax train grpo` on a model of `family_sizes`, and what a chip's compiler makes of them."""
+"""The programs of a run of `areax train grpo` on a model of `family_sizes`, and what a compiler makes of them."""
 
 import json
 

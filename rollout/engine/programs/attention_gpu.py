@@ -125,8 +125,7 @@ def _kernel(
         keep_Q = jnp.exp(most_Q - new_Q)
         prob_QC = jnp.where(seen_QC, jnp.exp(score_QC - new_Q[:, None]), 0)
         read_C1 = (number * C + jnp.arange(C, dtype=jnp.int32))[:, None] <= last
-        # What was not written yet may be not finite, which survives a weight of 0.
-        values = [jnp.where(read_C1, v_ref[page, :, part].astype(q_ref.dtype), 0) for part in of_values]
+        values = [_values(v_ref.at[page, :, part], read_C1, q_ref.dtype) for part in of_values]
         more = [_dot(prob_QC.astype(q_ref.dtype), value_CV) for value_CV in values]
         out = [x_QV * keep_Q[:, None] + y_QV for x_QV, y_QV in zip(out, more, strict=True)]
         return new_Q, sum_Q * keep_Q + prob_QC.sum(1), *out
@@ -143,6 +142,14 @@ def _parts(size: int) -> list:
     """Cuts a size into slices of powers of two."""
     powers = [1 << i for i in reversed(range(size.bit_length())) if size >> i & 1]
     return [pl.ds(sum(powers[:i]), power) for i, power in enumerate(powers)]
+
+
+def _values(v_ref, read_C1, dtype):
+    """Values that were written; others may be not finite, which survives a weight of 0."""
+    if v_ref.dtype.itemsize == 1:  # Triton has no zero of float8 for what is not loaded
+        return jnp.where(read_C1, v_ref[...].astype(dtype), 0)
+    # A choice behind the load would take shared memory of its own.
+    return triton.load(v_ref, mask=jnp.broadcast_to(read_C1, v_ref.shape), other=0.0).astype(dtype)
 
 
 def _dot(a, b):
