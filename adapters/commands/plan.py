@@ -37,8 +37,8 @@ class Options:
       suggest: find the fastest mesh and options on `devices`; where the recipe generates also the split between
         trainer and servers, and eta, which are simulated. The mesh and rows given are not planned.
       devices: with `suggest`, how many of `chip` there are.
-      compile: also compile the step with the chip's compiler; it says how much memory the step needs, and takes some
-        minutes the first time. Needs areax[cuda] or areax[tpu], but no chip.
+      compile: also compile the run's programs with the chip's compiler; it says how much memory each needs, and takes
+        some minutes the first time. Needs areax[cuda] or areax[tpu], but no chip.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
       json: print the plan as JSON.
     """

@@ -21,14 +21,15 @@ CORE = {
     ("gpt_oss", "h100", "score"), ("qwen3_5_text", "h100", "decode"), ("qwen3", "v5p", "prefill"),
 }  # fmt: skip
 CASES = [(chip, family, part) for chip in ("h100", "v5p") for family in family_sizes.MODELS for part in asking.PARTS]
-# What a program must call, unless the family has no such layers or `OTHERS` says why not.
+# What a program must call, unless the family has no such layers or is in `LATENT`.
 KERNELS = {
     ("h100", "train"): {"attention_forward", "attention_dq", "attention_dkv"}, ("h100", "score"): {"attention_forward"},
     ("h100", "decode"): {"attention_pages"}, ("h100", "prefill"): {"attention_pages"},
     ("v5p", "train"): {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}, ("v5p", "score"): {"splash_mha_fwd"},
     ("v5p", "decode"): {"attention_pages"}, ("v5p", "prefill"): {"attention_pages"},
 }  # fmt: skip
-FULL = "RESOURCE_EXHAUSTED: Ran out of memory on HBM"  # one TPU is too small; compilers for GPUs do not mind
+FULL = "RESOURCE_EXHAUSTED: Ran out of memory on HBM"
+TOO_LARGE = {("v5p", "llama4_text", "train")}  # for one TPU; compilers for GPUs do not mind
 LATENT = "deepseek_v2", "deepseek_v3", "kimi_k2"  # pages have keys of 576, too large for the kernel of GPUs
 
 
@@ -43,8 +44,9 @@ def test_a_family_compiles(chip, family, part, tmp_path):
     with RESULTS.open("a") as file:
         line = {"chip": chip, "family": family, "part": part, **dataclasses.asdict(found)}
         file.write(json.dumps(line) + "\n")
-    if found.problem.startswith(FULL):
-        pytest.xfail(found.problem)
+    if (chip, family, part) in TOO_LARGE:
+        assert found.problem.startswith(FULL)
+        return
     assert not found.problem
     if family not in LATENT or (chip, part) not in {("h100", "decode"), ("h100", "prefill")}:
         for kernel in KERNELS[chip, part]:
