@@ -265,7 +265,7 @@ OPTIONS = {
         (f"--seed {1 << 63}", f"--seed must be at most {(1 << 63) - 1}, got {1 << 63}"),
         ("--batch 0", "--batch must be at least 1, got 0"),
         ("--rows 0", "--rows must be at least 1, got 0"),
-        (f"--batch {10**10}", f"--batch {10**10} must fit into {{memory}} GB of memory, got at least 10,000 GB"),
+        (f"--batch {10**10}", f"--batch {10**10} must fit into {{memory}} GB of memory, got at least 200,000 GB"),
         (f"--rows {10**10}", f"--rows {10**10} of --length 32 must fit into {{memory}} GB of memory, got at least"),
         ("--length 1", "--length must be at least 2, got 1"),
         ("--length 65", "--length must be at most 64, the context of"),
