@@ -53,7 +53,8 @@ def save(path: str | os.PathLike, config, adapters, spec: lora.Lora, base: str =
     """Writes a directory for `peft.PeftModel.from_pretrained` on the base; fp32, dropout 0.
 
     Written atomically, by rename; an existing directory is replaced if it holds adapters. With several processes all
-    must call it.
+    must call it. A manifest.json beside them, `{bytes, config, tensors: {name: {dtype, shape, xxh3_128}}}`, has the
+    xxh3-128 of every tensor and of adapter_config.json: `load` compares them.
 
     Args:
       config: config of the base model.
@@ -64,7 +65,7 @@ def save(path: str | os.PathLike, config, adapters, spec: lora.Lora, base: str =
       ValueError: the path is a file or another kind of directory, the adapters do not match, or PEFT, which fuses
         experts, cannot represent their targets.
     """
-    return _write(path, config, adapters, spec, base)
+    return _write(path, config, adapters, spec, base, {}, uniform=False)
 
 
 def write_published(
@@ -84,12 +85,12 @@ def write_published(
         raise ValueError(f"write_published: version must be at least 0, got {version}")
     spec = dataclasses.replace(spec, alpha=spec.scale * spec.rank, rslora=False)
     manifest = {"version": version, "base": base_label}
-    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), manifest)
+    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), manifest, uniform=True)
 
 
-def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | None = None) -> Path:
-    adapter_config = _config_json(config, spec, base, uniform=manifest is not None)
-    specs, arrays = _fused(config, adapters, spec, uniform=manifest is not None)
+def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict, uniform: bool) -> Path:
+    adapter_config = _config_json(config, spec, base, uniform)
+    specs, arrays = _fused(config, adapters, spec, uniform)
     if jax.process_index() > 0:
         for _ in arrays:
             pass
@@ -99,10 +100,9 @@ def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | 
         written = safetensors.write_file(directory / WEIGHTS, entries, arrays)
         text = (json.dumps(adapter_config, indent=2) + "\n").encode()
         safetensors.write_bytes(directory / CONFIG, text)
-        if manifest is not None:
-            sizes = sum(safetensors.size(entry) for entry in written.values())
-            manifest |= {"bytes": sizes, "config": xxhash.xxh3_128_hexdigest(text), "tensors": written}
-            safetensors.write_bytes(directory / hf.MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        sizes = sum(safetensors.size(entry) for entry in written.values())
+        manifest |= {"bytes": sizes, "config": xxhash.xxh3_128_hexdigest(text), "tensors": written}
+        safetensors.write_bytes(directory / hf.MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     return Path(path)
 
 
@@ -242,12 +242,19 @@ def verify(path: str | os.PathLike) -> dict | None:
       ValueError: it does not match the manifest, or is not a directory of adapters.
     """
     path = _complete(path)
+    return _verified(path, safetensors.read(path / WEIGHTS))
+
+
+def _verified(path: Path, stored: Mapping[str, np.ndarray]) -> dict | None:
     if not (path / hf.MANIFEST).is_file():
         return None
     manifest = hf.read_json(path / hf.MANIFEST)
-    hf.compare(path, manifest, safetensors.read(path / WEIGHTS))
-    if xxhash.xxh3_128_hexdigest((path / CONFIG).read_bytes()) != manifest.get("config"):
-        raise ValueError(f"{path}: {CONFIG} does not match {hf.MANIFEST}; copy the adapters again")
+    try:
+        hf.compare(path, manifest, stored)
+        if xxhash.xxh3_128_hexdigest((path / CONFIG).read_bytes()) != manifest.get("config"):
+            raise ValueError(f"{path}: {CONFIG} does not match {hf.MANIFEST}; copy the checkpoint again")
+    except ValueError as error:
+        raise ValueError(f"{error}, or delete {hf.MANIFEST} if the adapters were changed on purpose") from None
     return manifest
 
 
@@ -263,16 +270,17 @@ def load(path: str | os.PathLike, config, mesh=None):
       mesh: as in `hf.load`.
 
     Raises:
-      ValueError: not a directory of adapters, options that are not implemented, or by which PEFT would leave out a
-        module that has tensors, ranks that differ between weights, or missing, unexpected or misshapen tensors, or
-        numbers that are not finite, by name.
+      ValueError: not a directory of adapters, another content than its manifest.json says, options that are not
+        implemented, or by which PEFT would leave out a module that has tensors, ranks that differ between weights, or
+        missing, unexpected or misshapen tensors, or numbers that are not finite, by name.
     """
     path, config = _complete(path), wrappers.in_module(config)
+    stored = safetensors.read(path / WEIGHTS)
+    _verified(path, stored)
     options = hf.read_json(path / CONFIG)
     base = models.table(config)
     fused = {"gate_up_proj", *(key.split(".")[-2] for key in _modules(base, config.prefix))}
     _check_options(options, f"{path / CONFIG}", set(map(_pattern, fused)))
-    stored = safetensors.read(path / WEIGHTS)
     _check_targets(options, stored, config, f"{path / CONFIG}")
     for key, tensor in stored.items():
         if tensor.ndim != 2:

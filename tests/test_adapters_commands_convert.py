@@ -97,6 +97,7 @@ def test_the_base_of_adapters_may_be_named(tmp_path):
     ):
         convert.convert(large, tmp_path / "new", merge=True)
     about = json.loads((large / "adapter_config.json").read_text())
+    (large / "manifest.json").unlink()
     (large / "adapter_config.json").write_text(json.dumps({**about, "lora_alpha": 1e39}))
     with pytest.raises(ValueError, match=r"lora_alpha must be a number above 0 that float32 holds, got 1e\+39"):
         convert.convert(large, tmp_path / "new", merge=True)

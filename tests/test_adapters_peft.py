@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from functools import cache, partial
 
 import jax
@@ -325,8 +326,37 @@ def saved(path):
 
 
 def rewrite(path, tensors):
+    """As another program writes them, which knows no manifest."""
+    (path / "manifest.json").unlink(missing_ok=True)
     entries = {name: safetensors.describe(name, x) for name, x in tensors.items()}
     safetensors.write_file(path / "adapter_model.safetensors", entries, tensors.values())
+
+
+def test_adapters_that_changed_since_they_were_saved_are_refused(base, tmp_path):
+    """One bit of a tensor, a name, or the scale; adapters without a manifest, as PEFT's, are read as they are."""
+    config, _ = base("qwen2")
+    spec = lora.Lora(rank=2, alpha=4, targets=("q", "up"))
+    adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
+    assert adapters_in_files.verify(tmp_path)
+    whole = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    flipped = bytearray(whole["adapter_model.safetensors"])
+    flipped[-5] ^= 1
+    about = json.loads(whole["adapter_config.json"]) | {"lora_alpha": 5}
+    renamed = whole["adapter_model.safetensors"].replace(b"layers.1.self_attn.q_proj", b"layers.2.self_attn.q_proj")
+    for name, content, said in (
+        ("adapter_model.safetensors", flipped, r"layers\.\d\S+ does not match manifest.json"),
+        ("adapter_model.safetensors", renamed, "only in the manifest or only in the files"),
+        ("adapter_config.json", json.dumps(about).encode(), "adapter_config.json does not match manifest.json"),
+        ("manifest.json", b"{}", "manifest.json must list the tensors"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{said}.*or delete manifest.json if the adapters were changed on purp"):
+            adapters_in_files.load(tmp_path, config)
+        (tmp_path / name).write_bytes(whole[name])
+    adapters_in_files.load(tmp_path, config)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    assert adapters_in_files.load(tmp_path, config)[0].alpha == 5
 
 
 @pytest.mark.slow
@@ -514,6 +544,7 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json"):  # or what is left of one
         (tmp_path / name).unlink()
         adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
+    (tmp_path / "manifest.json").unlink()
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     for changes, said in (
         (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),

@@ -308,6 +308,8 @@ def test_adapters_train_over_frozen_weights(place):
     heldout = str(place / "rows.jsonl")
     adapting = config(place, "adapted", model=str(place / "half"), steps=4, lora=spec, heldout=heldout, save_every=2)
     whole = sft.main(adapting)
+    when = (place / "adapted/adapter/manifest.json").stat().st_mtime_ns
+    assert sft.main(adapting) == whole and (place / "adapted/adapter/manifest.json").stat().st_mtime_ns == when
     assert losses(place / "adapted")[-1] < losses(place / "adapted")[0] and whole["heldout_nll"] > 0
     tiny.cut_off(place / "adapted", place / "halves", 2)
     sft.main(replace(adapting, out=str(place / "halves")))

@@ -311,7 +311,7 @@ def test_weights_replaced_under_their_label_are_named_and_loaded_again(tmp_path,
             await until(lambda: states(fleet) == ["healthy"])
             assert a.source == str(tmp_path) and fleet.counts["recovered"] == 1
             check(await asked, [1], 3)
-            why = f"{a.url}: has other weights under the label {V1!r}, loaded from '/other/weights', not '{tmp_path}'"
+            why = f"{a.url}: has weights {V1!r} loaded from another folder, '/other/weights', not '{tmp_path}'"
             assert caplog.messages == [f"a server is stale: {why}"]
 
     run(main)
@@ -324,7 +324,7 @@ def test_weights_replaced_between_two_heartbeats_are_named_by_the_next_push(tmp_
             a.source = "/other/weights"
             await push_weights(fleet, tmp_path, V2)
             [said] = caplog.messages
-            assert said.startswith(f"{a.url}: has other weights under the label {V1!r}, loaded from '/other/weights'")
+            assert said.startswith(f"{a.url}: has weights {V1!r} loaded from another folder, '/other/weights'")
 
     run(main)
 
@@ -397,7 +397,7 @@ def test_an_adapter_replaced_under_its_name_is_named_and_loaded_again(tmp_path, 
             assert first.endswith(
                 f"has another adapter under the name {V1!r}, loaded from '/other/adapters', not '{ours}'"
             )
-            assert f"{a.url}: has other weights under the label {label!r}, loaded from '/other/weights'" in second
+            assert f"{a.url}: has weights {label!r} loaded from another folder, '/other/weights'" in second
 
     run(main)
 

@@ -142,7 +142,7 @@ class Server:
         known = self.reported
         if not known or known.label != now.label or "" in (known.source, now.source) or known.source == now.source:
             return ""
-        return f"has other weights under the label {now.label!r}, loaded from {now.source!r}, not {known.source!r}"
+        return f"has weights {now.label!r} loaded from another folder, {now.source!r}, not {known.source!r}"
 
     async def release_memory(self) -> None:
         """Pauses it and frees its memory; it must load weights before it generates again.

@@ -47,7 +47,6 @@ class Adapters:
             with readable(path):
                 if (config := Path(path) / peft.CONFIG).is_file():
                     check_file_size(config, CONFIG_BYTES)
-                peft.verify(path)
                 spec, tree = peft.load(path, self.engine.config)
             self.engine.load_adapter(name, spec, tree, path)
 
