@@ -26,6 +26,22 @@ def test_a_signal_before_training_interrupts_at_once(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("first, other", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_both_signals_at_once_ask_the_same(first, other, monkeypatch):
+    """As scancel and srun send them: the second is ignored, but not a third, nor one that comes later."""
+    for now in (True, False):
+        with ending.stop_signal() as stop:
+            stop.orderly()
+            send(first)
+            assert stop.asked
+            monkeypatch.setattr(ending, "ECHO_S", ending.ECHO_S if now else 0)
+            if now:
+                send(other)
+            with pytest.raises(KeyboardInterrupt):
+                send(other)
+            monkeypatch.undo()
+
+
 @BOTH
 @pytest.mark.parametrize("held", ["push", "evaluate", "nothing"])
 def test_a_run_is_complete_only_after_its_last_push_and_evaluation(capfd, number, held):

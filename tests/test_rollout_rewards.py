@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -582,6 +583,19 @@ def test_a_worker_killed_while_idle_is_replaced(file):
             assert sum(reward.counts[name] for name in ("raised", "late", "died")) == 0
 
     asyncio.run(main())
+
+
+def test_ctrl_c_is_for_the_process_that_has_the_workers(file, capfd):
+    """They get it too, from a terminal or from srun."""
+
+    async def main():
+        async with rewards.pool(f"{file}:act", workers=1) as reward:
+            pid = int((await reward("pid", {})).value)
+            os.kill(pid, signal.SIGINT)
+            assert int((await reward("pid", {})).value) == pid
+
+    asyncio.run(main())
+    assert not capfd.readouterr().err
 
 
 def test_all_calls_fail_if_a_worker_cannot_be_replaced(tmp_path):

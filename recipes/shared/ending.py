@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from areax.rollout import object_path
 log = logging.getLogger(__name__)
 
 STOPPING = b"\nstopping after this step and saving the state; a second signal stops at once, unsaved\n"
+ECHO_S = 5.0  # within which SIGINT and SIGTERM are one request: scancel sends SIGTERM, and SIGINT by way of srun
 
 
 class Stop:
@@ -30,17 +32,24 @@ class Stop:
     def __init__(self) -> None:
         self.asked = False
         self._act: Callable[[], Any] | None = None
+        self._first: tuple[int, float] | None = None  # the signal that asked, and when, until its echo comes
 
     def orderly(self, act: Callable[[], Any] = lambda: None) -> None:
-        """From now on the first signal sets `asked` and calls `act`; the run ends in order. A second interrupts."""
+        """From now on the first signal sets `asked` and calls `act`; the run ends in order. A second interrupts, unless
+        it is of the other kind and comes within ECHO_S seconds."""
         self._act = act
         if self.asked:
             act()
 
     def receive(self, number: int, frame: Any) -> None:
         """Handles a signal."""
+        now, first = time.monotonic(), self._first
+        self._first = None
+        if self.asked and first and number != first[0] and now - first[1] < ECHO_S:
+            return
         if self._act is None or self.asked:
             raise KeyboardInterrupt
+        self._first = number, now
         with contextlib.suppress(OSError):  # of a closed stderr
             os.write(2, STOPPING)  # print may have been interrupted itself
         self.ask()

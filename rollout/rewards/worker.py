@@ -222,6 +222,7 @@ def _score(told: Any) -> Score:
 
 def serve(handle: int, answers: int, name: str, timeout_s: float, as_called: bool) -> None:
     """The main function of a worker: resolves the reward, then answers calls until their stream ends."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches all processes; the one that it is for ends this one
     for number in (handle, answers):  # programs that the reward starts must not hold the streams open
         os.set_inheritable(number, False)
     _owner.append(os.getpid())
