@@ -73,8 +73,12 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.devices()
 del os.environ["NPROC"]  # child processes have fewer devices
 
-# The same examples in every run, and no deadline: the first call of a jitted function compiles it.
-hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, database=None)
+# The same examples in every run, and no limit of time: the first call of a jitted function compiles it, and machines of
+# continuous integration stand still for seconds.
+slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "areax", deadline=None, derandomize=True, database=None, suppress_health_check=slow
+)
 hypothesis.settings.load_profile("areax")
 
 
