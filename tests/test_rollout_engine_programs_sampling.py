@@ -166,3 +166,12 @@ def test_ordered_bits_sort_as_floats(values):
     x = np.asarray(values, np.float32) + np.float32(0)  # -0 and 0 are equal, their bits are not
     bits = np.asarray(sampling.ordered(jnp.asarray(x)))
     assert ((x[:, None] < x) == (bits[:, None] < bits)).all()
+
+
+def test_the_likeliest_by_turns_are_those_of_a_sort():
+    """With ties, also between -inf, and with fewer values than are asked for in turn."""
+    x = np.random.default_rng(0).integers(-3, 3, (5, 40)).astype(np.float32)
+    x[1], x[2, 7:], x[3, 20] = -np.inf, -np.inf, np.inf
+    for K in (1, 20, 40):
+        for found, wanted in zip(sampling.by_turns(x, K), jax.lax.top_k(x, K), strict=True):
+            np.testing.assert_array_equal(found, wanted)

@@ -34,6 +34,7 @@ TOGETHER = 2  # that are compiled at a time; each may take some GB of memory
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
 OF_PALLAS = "__gpu$xla.gpu.triton", "tpu_custom_call"  # targets of the custom calls of its kernels
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(%", re.MULTILINE)
+SCATTERED = re.compile(r"^%all-reduce-scatter\S* \(", re.MULTILINE)  # a TPU's: a computation with an all-reduce in it
 LONGEST = 300  # characters of a compiler's error
 
 
@@ -190,6 +191,8 @@ def read(made: Any) -> Compiled:
     """What a jax.stages.Compiled says of itself, but for `buffers`."""
     sizes, text = made.memory_analysis(), made.as_text()
     counted = collections.Counter(kind.removesuffix("-start") for kind in INSTRUCTION.findall(text))
+    scattered = len(SCATTERED.findall(text))
+    counted.update({"reduce-scatter": scattered, "all-reduce": -scattered})
     kernels = collections.Counter(
         _kernel(line) for line in text.splitlines() if any(f'_target="{one}"' in line for one in OF_PALLAS)
     )

@@ -86,7 +86,7 @@ def _servers(config: Config, command: list[str], place: Places, stage: bool) -> 
 keep() {
   local name=$1 node=$2 pause running=
   shift 2
-  trap '{ kill -INT "$running"; sleep 20; kill -TERM "$running"; } 2>/dev/null & wait "$running"; kill $! 2>/dev/null; exit' TERM
+  trap '{ kill -INT "$running"; sleep 20; kill "$running"; } 2>/dev/null & wait "$running"; kill $!; exit' TERM
   for pause in 1 2 4 0; do
     "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" "$@" >>"$logs/$name.log" 2>&1 &
     running=$!

@@ -11,7 +11,7 @@ from ....models import transformer as models
 from ....models.layer import AnyMixer, Attention, mixers
 from ....models.layers import blocked
 from ....models.layers.blocked import Blocked
-from . import attention, mtp_drafts, pool, states
+from . import attention, mtp_drafts, pool, sampling, states
 from .staging import with_adapters
 
 TOKENS, ON_CPUS = 4096, 256  # tokens per program
@@ -119,7 +119,7 @@ def routed(reports):
 @functools.partial(jax.jit, static_argnames=("config", "top"))
 def scores(weights, hidden_RTD, row, target_T, *, config, top: int):
     """Log-probability (nats, temperature 1) of each target of one row, and the `top` likeliest (logp, id) or None."""
-    likeliest = (lambda logits_CV, *_: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
+    likeliest = (lambda logits_CV, *_: sampling.likeliest(logits_CV, min(top, logits_CV.shape[1]))) if top else None
     if isinstance(weights["head"], Blocked):
         logits_TV = mtp_drafts.logits(weights, hidden_RTD[row], config)
         logp_T, _, lse_T = logprobs.from_logits(logits_TV, target_T)
