@@ -175,11 +175,13 @@ def compiled(program: Program, chip: str) -> Compiled:
 
 
 def _file(text: str, chip: str, platform: str) -> Path | None:
-    """Where the result for a program is kept: by its text, the chip and the compilers' versions; None = nowhere."""
+    """Where the result for a program is kept: by its text, the chip, the compilers' versions and how it is read; None =
+    nowhere."""
     folder = compile_cache.made("compiled")
     if folder is None:
         return None
-    known = [__version__, text, chip, jax.__version__, repr(targets.OPTIONS[platform]), targets.version(platform)]
+    how = [Path(module or "").read_text() for module in (__file__, buffers.__file__)]
+    known = [__version__, how, text, chip, jax.__version__, repr(targets.OPTIONS[platform]), targets.version(platform)]
     return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
 
 
