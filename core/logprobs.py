@@ -87,27 +87,28 @@ _in_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _project(h_CD, head, narrow_VD, known_CV, turned: bool):
+def _project(h_CD, head, narrow, known_CV, turned: bool):
     """Logits in fp32 or wider. The backward matmuls run in the dtype of the hidden states, as in layers, except for
     fp16, in which most gradients of logits would underflow.
 
     Args:
       head: [V, D], whose numbers are not read: it gets the gradient.
-      narrow_VD: the head in the hidden states' dtype, which gets none.
+      narrow: [V, D], the head in the hidden states' dtype, which gets none.
       known_CV: the logits, if they are known from a pass before.
-      turned: `head` is transposed, [D, V].
+      turned: both are transposed, [D, V].
     """
     if known_CV is not None:
         return known_CV
     wide = jnp.promote_types(h_CD.dtype, jnp.float32)
-    return jnp.einsum("CD,VD->CV", h_CD, narrow_VD, preferred_element_type=wide)
+    return jnp.einsum("CD,DV->CV" if turned else "CD,VD->CV", h_CD, narrow, preferred_element_type=wide)
 
 
 def _project_backward(turned, kept, d_CV):
-    h_CD, none, narrow_VD = kept
+    h_CD, none, narrow = kept
     wide, d_CV = d_CV.dtype, d_CV.astype(jnp.promote_types(h_CD.dtype, jnp.bfloat16))
     product = jnp.einsum("CV,CD->DV" if turned else "CV,CD->VD", d_CV, h_CD, preferred_element_type=wide)
-    return (d_CV @ narrow_VD).astype(h_CD.dtype), product.astype(none.dtype), None, None
+    dh_CD = d_CV @ (narrow.T if turned else narrow)
+    return dh_CD.astype(h_CD.dtype), product.astype(none.dtype), None, None
 
 
 _project.defvjp(
@@ -181,8 +182,7 @@ def _chunks_forward(how, *given):
 
 def _chunks_backward(how, kept, slopes):
     none, h_NCD, narrow, needed_N, given, *known = kept
-    V, D = narrow[0].shape
-    zero = jnp.zeros((D, V) if how.turned else (V, D), jnp.float32 if none is None else none.dtype)
+    zero = jnp.zeros(narrow[0].shape, jnp.float32 if none is None else none.dtype)
     head = None if none is None else zero
     slopes = jax.tree.map(_whole, slopes, is_leaf=lambda x: isinstance(x, SymbolicZero))
 
@@ -232,7 +232,7 @@ def _same(product_CV):
 @shaped
 def from_hidden(
     hidden_AD, head_VD, target_A, *, temperature=1.0, needed_A=None, chunk=None, per_chunk=None, beside=None, others=(),
-    logits=(), axis=None, into_DV=None,
+    logits=(), axis=None, turned=None,
 ):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
@@ -252,7 +252,7 @@ def from_hidden(
       logits: for the model and each of the others a function of single products of hidden state and head, applied
         before the temperature: a scale or a soft cap; none = the products are the logits.
       axis: mesh axis over which the heads' rows are sharded, as in `from_logits`; `per_chunk` still gets whole rows.
-      into_DV: gets the head's gradient in its place, transposed and in its own dtype; its numbers are not read.
+      turned: (the head, what gets its gradient in its own dtype and is not read) in place of `head_VD`, both [D, V].
 
     No gradient flows into temperatures, `beside` and other models.
 
@@ -260,7 +260,8 @@ def from_hidden(
       logp_A, entropy_A, lse_A, and per_chunk's results with leading axis A (None without it).
     """
     fixed = jax.lax.stop_gradient
-    A, V = hidden_AD.shape[0], head_VD.shape[0]
+    read, into = (head_VD, head_VD) if turned is None else turned
+    A, V = hidden_AD.shape[0], read.shape[0 if turned is None else 1]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
     C = min(chunk or chunk_size(V, hardware.platform()), A)
     pad = -A % C
@@ -268,9 +269,9 @@ def from_hidden(
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
 
     others_AE = [fixed(hidden_AE) for hidden_AE, _ in others]
-    narrow = tuple(fixed(head).astype(h.dtype) for h, head in ((hidden_AD, head_VD), *others))
+    narrow = tuple(fixed(head).astype(h.dtype) for h, head in ((hidden_AD, read), *others))
     made = tuple(logits) or (_same,) * len(narrow)
-    how = _Chunks(into_DV is not None, not again, axis, per_chunk, made)
+    how = _Chunks(turned is not None, not again, axis, per_chunk, made)
     xs = [hidden_AD, (target_A, fixed(temperature_A), fixed(beside), others_AE)]
     skips = needed_A is not None and axis is None and C < A
     if skips:  # tokens that are needed first, so that they share chunks
@@ -279,7 +280,7 @@ def from_hidden(
     edge = lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), "edge").reshape(-1, C, *x.shape[1:])
     h_NCD, given = jax.tree.map(edge, xs)
     needed_N = edge(needed_A[order_A]).any(1) if skips else None
-    out = _by_chunks(how, head_VD if into_DV is None else into_DV, h_NCD, narrow, needed_N, given)
+    out = _by_chunks(how, into, h_NCD, narrow, needed_N, given)
     out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)
     if skips:
         out = jax.tree.map(lambda x: jnp.zeros_like(x).at[order_A].set(x, unique_indices=True), out)

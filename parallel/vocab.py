@@ -41,18 +41,19 @@ def take(table_VD, token_BT, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(part_VD, dtype):
-    """(a stand-in for the whole matrix, transposed, for gradients alone: its numbers are never read; the whole matrix
-    in `dtype`).
+    """(the whole matrix in `dtype`; a stand-in for it, for gradients alone: its numbers are never read), both
+    transposed.
 
-    Only the second is sent, so a head that is computed in bf16 is not gathered in fp32; gradients are summed in the
-    matrix's own dtype, and scattered by their first axis: by another a device would transpose the whole before.
+    Only the first is sent, so a head that is computed in bf16 is not gathered in fp32; gradients are summed in the
+    matrix's own dtype. Parts are joined and scattered along their first axis: along another a device would transpose
+    the whole.
     """
-    whole_VD = jax.lax.all_gather(part_VD.astype(dtype), COLUMNS, axis=1, tiled=True)
-    return jnp.zeros(whole_VD.shape[::-1], part_VD.dtype), whole_VD
+    whole_DV = jax.lax.all_gather(part_VD.T.astype(dtype), COLUMNS, axis=0, tiled=True)
+    return whole_DV, jnp.zeros(whole_DV.shape, part_VD.dtype)
 
 
 def _scatter(dtype, _, given):
-    return (jax.lax.psum_scatter(given[0], COLUMNS, scatter_dimension=0, tiled=True).T,)
+    return (jax.lax.psum_scatter(given[1], COLUMNS, scatter_dimension=0, tiled=True).T,)
 
 
 _gathered.defvjp(lambda part_VD, dtype: (_gathered(part_VD, dtype), None), _scatter)
@@ -73,7 +74,7 @@ def score(
       logits: as in `from_hidden`.
     """
 
-    def local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others, axis=None, into_DV=None):
+    def local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others, axis=None, turned=None):
         B, T, _ = hidden_BTD.shape
         flat = lambda x: x.reshape(B * T, *x.shape[2:])
         out = logprobs.from_hidden(
@@ -81,7 +82,7 @@ def score(
             needed_A=None if needed_BT is None else flat(needed_BT), chunk=chunk, per_chunk=per_chunk,
             beside=jax.tree.map(flat, beside),
             others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
-            into_DV=into_DV,
+            turned=turned,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
@@ -89,9 +90,9 @@ def score(
         return local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)
 
     def split(hidden_BTD, head_VD, *given):
-        into_DV, head_VD = _gathered(head_VD, hidden_BTD.dtype)
-        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, into_DV=into_DV)
-        return one(hidden_BTD, head_VD, *given)
+        turned = _gathered(head_VD, hidden_BTD.dtype)
+        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, turned=turned)
+        return one(hidden_BTD, None, *given)
 
     each = rows()
     specs = each, spec(STORED), each, each, each, each, ((each, TABLE),) * len(others)
