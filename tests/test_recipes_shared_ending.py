@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
+from areax.parallel.multihost import liveness
 from areax.recipes.shared import ending
 from areax.rollout import loop
 
@@ -40,6 +42,15 @@ def test_both_signals_at_once_ask_the_same(first, other, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 send(other)
             monkeypatch.undo()
+
+
+def test_no_state_is_promised_when_another_process_has_ended(monkeypatch, capfd):
+    monkeypatch.setattr(liveness, "lost", threading.Event())
+    with ending.stop_signal() as stop:
+        stop.orderly()
+        liveness.lost.set()
+        send(signal.SIGINT)
+        assert stop.asked and capfd.readouterr().err == ""
 
 
 @BOTH

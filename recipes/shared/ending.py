@@ -15,6 +15,7 @@ from areax.adapters import hf
 from areax.adapters.report import build
 from areax.adapters.runtime import hub
 from areax.adapters.tracking import run_dir
+from areax.parallel.multihost import liveness
 from areax.recipes.shared import notebook
 from areax.rollout import object_path
 
@@ -52,8 +53,9 @@ class Stop:
         if self._act is None or self.asked:
             raise KeyboardInterrupt
         self._first = number, now
-        with contextlib.suppress(OSError):  # of a closed stderr
-            os.write(2, STOPPING)  # print may have been interrupted itself
+        if not liveness.lost.is_set():  # else by its watch: without the other processes no state can be saved
+            with contextlib.suppress(OSError):  # of a closed stderr
+                os.write(2, STOPPING)  # print may have been interrupted itself
         self.ask()
 
     def ask(self) -> None:
