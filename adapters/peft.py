@@ -360,7 +360,8 @@ def _name(leaf: param.Leaf) -> str:
 
 def _holds_adapters(path: Path) -> bool:
     """Whether a folder holds adapters, or what is left of some that `save` wrote."""
-    return any((path / name).is_file() for name in (CONFIG, WEIGHTS)) or hf.left_manifest(path, adapters=True)
+    found = any((path / name).is_file() for name in (CONFIG, WEIGHTS))
+    return found or {"tensors", "config"} <= hf.left_manifest(path).keys()
 
 
 def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:

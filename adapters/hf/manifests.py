@@ -70,13 +70,12 @@ def manifest_of(version: int | None, described: dict[str, dict]) -> dict:
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or what is left of one that `save` wrote."""
     found = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
-    return found or left_manifest(path, adapters=False)
+    return found or "tensors" in left_manifest(path)
 
 
-def left_manifest(path: Path, *, adapters: bool) -> bool:
-    """Whether a folder has the manifest of adapters, with the hash of their config, or of a checkpoint."""
+def left_manifest(path: Path) -> dict:
+    """The manifest.json in a folder; {} if there is none, or a damaged one."""
     try:
-        manifest = read_json(path / MANIFEST)
+        return read_json(path / MANIFEST)
     except (FileNotFoundError, ValueError):
-        return False
-    return "tensors" in manifest and ("config" in manifest) == adapters
+        return {}
