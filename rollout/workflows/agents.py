@@ -31,7 +31,7 @@ from ..processes.environment import passed
 from ..processes.printable import printable
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
-from .failures import Failures
+from .failures import Failures, line
 
 TAIL = 4000  # bytes read from the end of a command's output
 LONGEST = 500  # characters of what a program printed, in an error
@@ -104,7 +104,7 @@ async def played(
             except Exception as error:  # an agent may raise anything, often because of the policy's output
                 if session.failure:
                     raise session.failure from error
-                failures.add(error, row)
+                failures.add(line(error), row, error)
                 if not session.interactions:
                     return None
                 session.set_reward(None)

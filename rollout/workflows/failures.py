@@ -23,10 +23,9 @@ class Failures:
         """An episode did not fail."""
         self._count = 0
 
-    def add(self, error: Exception, row: Any) -> None:
-        """Logs the error that ended an episode, in one line. Raises ValueError for the MOST-th one in a row."""
+    def add(self, told: str, row: Any, error: Exception) -> None:
+        """Logs in one line, `told`, the error that ended an episode. Raises ValueError for the MOST-th one in a row."""
         self._count += 1
-        told = line(error)
         log.warning("%s failed: %s; %s", self._what, told, object_path.row(row))
         if self._count >= MOST:
             raise ValueError(f"{self._what}: failed {MOST} times in a row; the last time: {told}") from error

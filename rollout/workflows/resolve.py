@@ -59,7 +59,9 @@ async def bind(
             yield workflow
         return
     if _generates(found):
-        yield functools.partial(found, **_taken(name, _parameters(found), bound, given))
+        own = functools.partial(found, **_taken(name, _parameters(found), bound, given))
+        async with workflow_context.opened(reward) as shared:
+            yield workflow_context.within(shared, own)
         return
     if name.startswith(COMMAND):
         run = agents.command(name.removeprefix(COMMAND), agent.environment)
@@ -78,7 +80,7 @@ async def bind(
                 raise ValueError(
                     f"--workflow: {name} needs {', '.join(missing)}, got none; give it in --workflow-options"
                 )
-            make = functools.partial(found, **taken)
+            make: Callable[[], Any] = functools.partial(found, **taken)
             enters = hasattr(found, "__aenter__") and not hasattr(found, "arun_episode")
             found = agents.entered(make) if enters else make()
         else:
