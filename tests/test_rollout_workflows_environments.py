@@ -1,9 +1,11 @@
 """Worlds with a scripted policy: what it sees, what is trained on, and worlds that raise, hang or say nonsense."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
+import re
 import threading
 import time
 
@@ -93,6 +95,20 @@ def test_a_world_has_tools_and_messages():
     assert '"name": "add", "desc' not in policy.heard[1] and "tool\n3.5<|im_end|>" in policy.heard[1]
 
 
+class Thoughtful(Countdown):
+    def step(self, message):
+        self.left -= 1
+        same = (message["reasoning_content"], message["content"]) == ("[5]?", "[7]")
+        return "next", {"same": float(same)}, not self.left
+
+
+def test_reasoning_is_not_what_a_world_reads():
+    policy = Policy("<think>\n[5]?\n</think>\n\n[7]")
+    [sample] = samples = play(policy, Thoughtful)
+    assert exact(policy, samples) and sample.components == {"same": 3.0}
+    assert policy.heard[1].count("<think>") == 1  # the conversation has the answer as it was written
+
+
 class Silent(Countdown):
     def step(self, message):
         return "again", None, False
@@ -140,6 +156,40 @@ class Rich(Countdown):
         return "3", "much", False
 
 
+class Told(Countdown):
+    """Returns what the row says, from `reset` or from `step`."""
+
+    def reset(self, row):
+        self.tools = row.get("tools", ())
+        self.next = row["seen"]
+        return "begin" if row.get("later") else self.next
+
+    def step(self, message):
+        return self.next, 1.0, False
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        3, b"x", [], [3], [{"role": "user"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": [3]}],
+        [{"role": "user", "content": {"a": 1}}], [{"role": "assistant", "content": "x", "tool_calls": 3}],
+        [{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": "user", "content": "x", "a": {1, 2}}],
+        "half a pair: \ud800", [{"role": "user", "content": float("nan")}],
+    ],
+)  # fmt: skip
+def test_nonsense_is_never_a_prompt(seen, caplog):
+    with pytest.raises(ServerError, match="Told cannot begin: reset must return a text, or a list of messages, got "):
+        play(Policy("x"), Told, {"seen": seen})
+    [sample] = play(Policy("x"), Told, {"seen": seen, "later": True})
+    assert math.isnan(sample.reward) and "failed: step must return a text, or a list of messages, got " in caplog.text
+
+
+@pytest.mark.parametrize("tools", [3, ["x"], [{"function": 3}], [{"type": "function"}], [{"function": {"name": 3}}]])
+def test_tools_that_are_none_cost_an_episode(tools, caplog):
+    assert play(Policy("x"), Told, {"seen": "Hi", "tools": tools}) is None
+    assert "Told failed: tools: " in caplog.text and caplog.text.count("\n") == 1
+
+
 class Leaky(Countdown):
     def close(self):
         raise OSError("still open")
@@ -151,7 +201,7 @@ class Leaky(Countdown):
         (Broken, "failed: step: OSError: the board is gone; row {'from': 3}"),
         (Raising, "failed: step must return (observation, reward, whether it is done), got OSError('the board"),
         (Hanging, "failed: step must return within step_timeout_s, 0.1 s, and did not; raise it in --env-options; row"),
-        (Nameless, "failed: step must return a text, or a list of messages with roles, got {'text': '3'}; row"),
+        (Nameless, "failed: step must return a text, or a list of messages, got {'text': '3'}; it is neither; row"),
         (
             Rich,
             "failed: step: a reward must be a number, a dict of numbers, a list of (end, reward) pairs or None",
@@ -168,7 +218,7 @@ def test_a_world_that_fails_costs_its_episode_and_a_line(world, line, caplog):
 
 def test_a_world_that_cannot_be_closed_is_named(caplog):
     [sample] = play(Policy("2", "1", "0"), Leaky)
-    assert sample.reward == 3.0 and "Leaky: close: OSError: still open; row" in caplog.text
+    assert sample.reward == 3.0 and "Leaky: close: OSError: still open" in caplog.text
 
 
 class Unmade(Countdown):
@@ -197,7 +247,7 @@ class Mute(Countdown):
         (Unmade, "its constructor: ImportError: No module named 'game'"),
         (Full, "reset: RuntimeError: capacity reached"),
         (Endless, "reset must return within step_timeout_s, 0.1 s"),
-        (Mute, "reset must return a text, or a list of messages with roles, got None"),
+        (Mute, "reset must return a text, or a list of messages, got None; it is neither"),
     ],
 )
 def test_a_world_that_cannot_begin_is_tried_again_as_a_failing_server_is(world, line):
@@ -244,3 +294,27 @@ def test_a_world_blocks_no_other():
         return time.monotonic() - begun
 
     assert asyncio.run(together()) < 16 * 0.2 / 2
+
+
+@pytest.mark.parametrize(
+    "world, how, line",
+    [
+        (Countdown, {}, ""),
+        (Adder, {}, ""),
+        (Full, {}, "Full cannot begin: reset: RuntimeError: capacity reached; row {'from': 3}"),
+        (
+            Countdown,
+            {"options": {"rewards": 1}},
+            "cannot begin: its constructor: TypeError: Countdown.__init__() got an",
+        ),
+        (Countdown, {"turns": 0}, "turns: must be an integer of at least 1, got 0"),
+        (Adder, {"style": "plain"}, "Adder has tools: style must be a format of calls, qwen, "),
+    ],
+)
+def test_an_environment_is_tried_before_a_run(world, how, line):
+    closed = loaded(Countdown).closed, loaded(Full).closed
+    tried = environments.check(f"{__file__}:{world.__name__}", {"from": 3}, tokenizer=TOKENS, **how)
+    with pytest.raises(ValueError, match=re.escape(line)) if line else contextlib.nullcontext():
+        asyncio.run(tried)
+    now = loaded(Countdown).closed, loaded(Full).closed
+    assert now == (closed[0] + (world is Countdown and not how), closed[1] + (world is Full))

@@ -13,9 +13,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from .. import object_path
-from ..chat import conversation, images, template
+from ..chat import conversation, images, parsers, template
 from ..chat.session import Session
+from ..chat.trajectory import Interaction
 from ..errors import ServerError
 from ..processes.printable import shown
 from ..types import Generate, Sample, Sampling
@@ -41,14 +44,19 @@ class World(Protocol):
         """Begins the episode of a row; returns what the policy sees."""
 
     def step(self, message: Mapping[str, Any]) -> tuple[Seen, Any, bool]:
-        """Takes the policy's message, in OpenAI's format: {"role": "assistant", "content": ...}, and any "tool_calls".
+        """Takes the policy's message, in OpenAI's format: {"role": "assistant", "content": ...}, and any "tool_calls";
+        reasoning is not content, but "reasoning_content".
 
         Returns (what it sees next, the message's reward, whether the episode is done). A reward is a number, a dict of
         named components, or None = none; an episode without any has reward 0. NaN makes it unscorable.
         """
 
+    def stop(self) -> Any:
+        """The episode ends before `step` says so, as by `turns`; returns the last message's reward, or None = what it
+        has; may be missing."""
+
     def close(self) -> None:
-        """Ends the episode; may be missing."""
+        """Ends the episode in any case; may be missing."""
 
 
 class Failed(Exception):
@@ -101,17 +109,19 @@ async def play(
             messages = _messages("reset", await call("reset", own.reset, row))
         except Failed as error:
             raise ServerError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
-        for _ in range(counted(turns)):
+        done = False
+        while not done and len(session.interactions) < counted(turns):
             if kit := await call("tools", _tools, own):
-                style_of_calls("play", tokenizer, style)
+                style_of_calls(f"environment {name} has tools", tokenizer, style)
             if not (x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)):
                 break
-            seen, value, done = _stepped(await call("step", own.step, x.answer.message()))
+            seen, value, done = _stepped(await call("step", own.step, _said(x, tokenizer, style, bool(kit))))
             if value is not None:
                 _reward(session, value)
-            if done:
-                break
-            messages = [*messages, x.answer.message(), *_messages("step", seen)]
+            if not done:
+                messages = [*messages, x.answer.message(), *_messages("step", seen)]
+        if not done and (stop := getattr(own, "stop", None)) and (value := await call("stop", stop)) is not None:
+            _reward(session, value)
         if not any(x.score for x in session.interactions):
             session.set_reward(0.0)
         failures.clear()
@@ -121,12 +131,35 @@ async def play(
             return None
         session.set_reward(None)
     finally:
-        if close := getattr(own, "close", None):
-            try:
-                await call("close", close)
-            except (Failed, ServerError) as error:
-                log.warning("environment %s: %s; %s", name, error, object_path.row(row))
+        await _close(own, call, name)
     return session.samples(row=row)
+
+
+async def check(
+    world: str, row: Mapping[str, Any], *, tokenizer: Any, options: Mapping[str, Any] | None = None, name: str = "",
+    step_timeout_s: float = 60.0, style: str = "", turns: int = 16,
+) -> None:  # fmt: skip
+    """Begins and ends an episode, arguments as of `play`. Raises ValueError, in one line, if it cannot begin."""
+    counted(turns)
+    call, own = functools.partial(_called, seconds=step_timeout_s), None
+    try:
+        own = await call("its constructor", functools.partial(object_path.resolve(world), **(options or {})))
+        messages = _messages("reset", await call("reset", own.reset, row))
+        if kit := await call("tools", _tools, own):
+            style_of_calls(f"environment {name or world} has tools", tokenizer, style)
+        template.readable(tokenizer, conversation.Conversation(messages, tuple(kit), conversation.variables(row)))
+    except (Failed, ServerError) as error:
+        raise ValueError(f"environment {name or world} cannot begin: {error}; {object_path.row(row)}") from error
+    finally:
+        await _close(own, call, name or world)
+
+
+async def _close(own: Any, call: Callable[..., Any], name: str) -> None:
+    if close := getattr(own, "close", None):
+        try:
+            await call("close", close)
+        except (Failed, ServerError) as error:
+            log.warning("environment %s: %s", name, error)
 
 
 async def _called(what: str, function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
@@ -143,7 +176,7 @@ async def _called(what: str, function: Callable[..., Any], *arguments: Any, seco
         raise Failed(f"{what}: {line(error)}") from error
 
 
-async def _answer(session: Session, tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> Any:
+async def _answer(session: Session, tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> Interaction | None:
     """As `multi_turn.following`. Raises Failed if there can be no first answer."""
     try:
         if not session.interactions:
@@ -153,20 +186,38 @@ async def _answer(session: Session, tokenizer: Any, messages: list[dict[str, Any
         raise Failed(f"its first observation cannot be a prompt: {error}") from error
 
 
+def _said(x: Interaction, tokenizer: Any, style: str, calls: bool) -> dict[str, Any]:
+    """An answer as a world reads it. Without tools its conversation holds the reasoning as it was written."""
+    if calls:
+        return x.answer.message()
+    style = parsers.style_for(tokenizer, style)
+    opened, cut = parsers.opened(x.before, style), x.completion.finish == "length"
+    return parsers.parse(x.text, style, cut=cut, tools=False, opened=opened).message()
+
+
 def _tools(own: Any) -> list[Mapping[str, Any]]:
-    return list(getattr(own, "tools", ()))
+    kit = list(getattr(own, "tools", ()))
+    for one in kit:
+        if not (isinstance(one, Mapping) and isinstance((one.get("function") or {}).get("name"), str)):
+            raise TypeError(f"must be functions in OpenAI's format, with names, got {shown(one)}")
+    conversation.json_text("tools", kit)
+    return kit
 
 
 def _messages(what: str, seen: Any) -> list[dict[str, Any]]:
-    if isinstance(seen, str):
-        return [{"role": "user", "content": seen}]
-    if isinstance(seen, list | tuple) and seen and all(isinstance(one, Mapping) and one.get("role") for one in seen):
-        return [dict(one) for one in seen]
-    raise Failed(f"{what} must return a text, or a list of messages with roles, got {shown(seen)}")
+    messages = [{"role": "user", "content": seen}] if isinstance(seen, str) else seen
+    try:
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError("it is neither")
+        conversation.check(messages)
+    except ValueError as error:
+        told = f"must return a text, or a list of messages, got {shown(seen)}; {' '.join(str(error).split())}"
+        raise Failed(f"{what} {told}") from error
+    return [dict(one) for one in messages]
 
 
 def _stepped(result: Any) -> tuple[Any, Any, bool]:
-    if isinstance(result, list | tuple) and len(result) == 3 and type(result[2]).__name__ in ("bool", "bool_"):
+    if isinstance(result, list | tuple) and len(result) == 3 and isinstance(result[2], bool | np.bool_):
         return result[0], result[1], bool(result[2])
     raise Failed(f"step must return (observation, reward, whether it is done), got {shown(result)}")
 

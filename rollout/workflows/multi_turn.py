@@ -172,7 +172,7 @@ def style_of_calls(where: str, tokenizer: Any, style: str) -> str:
         known = ", ".join(name for name in parsers.NAMES if parsers.STYLES[name].calls)
         raise ValueError(
             f"{where}: style must be a format of calls, {known}, got {style}"
-            f"{'' if named else ', by the chat template'}; name the model's in --workflow-options"
+            f"{'' if named else ', by the chat template'}; name the model's as style in the workflow's options"
         )
     return style
 
