@@ -18,6 +18,7 @@ wheel := .venv-wheel
 sglang := .venv-sglang
 peers := .venv-bench
 clients := .venv-clients
+environments := .venv-environments
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 compilers := .venv-compilers
@@ -184,7 +185,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-sglang ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-sglang ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)
@@ -288,6 +289,19 @@ $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json packa
 	@$(clients)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@mkdir -p $(clients)/npm && cp $(filter-out $<,$^) $(clients)/npm
 	@cd $(clients)/npm && npm ci --silent --no-audit --no-fund
+	@touch $@
+
+.PHONY: test-environments
+test-environments: export PYTHONPATH := $(CURDIR)/.dev
+test-environments: $(dev) $(environments)/.done ## test adapters of environments with the real libraries, offline (installs them: 0.5 GB)
+	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
+
+# Borrows the packages of .venv, behind its own.
+$(environments)/.done: tests/environments/requirements.txt
+	@echo "installing environments into $(environments): a minute, once"
+	@$(PYTHON) -m venv $(environments)
+	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(environments)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file

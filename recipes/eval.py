@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from areax.adapters import hf, tokenizer
 from areax.adapters.command_line import typed
@@ -15,7 +16,7 @@ from areax.adapters.launch import devices
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
 from areax.adapters.tracking import progress, run_dir
-from areax.recipes.shared import common, evaluation, many_rows, notebook, ranges, rows
+from areax.recipes.shared import common, environments, evaluation, many_rows, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
 from areax.rollout.processes import memory
@@ -60,8 +61,12 @@ class Config:
       reward_environment: names of environment variables that rewards may read, in addition to PATH, HOME, LANG and the
         like (docs/add-a-reward.md).
       seed: random seed of sampling.
+      env: environment in place of data and reward, of which it plays `limit` tasks: `reasoning_gym:NAME`,
+        `textarena:NAME`, `openenv:ADDRESS`, or a class of yours, `file.py:CLASS` (docs/train-on-an-environment.md).
+      env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
 
+    INSTEAD_OF: ClassVar = environments.INSTEAD_OF
     model: str
     data: str
     reward: str
@@ -84,18 +89,24 @@ class Config:
     reward_timeout_s: float = 10.0
     reward_environment: tuple[str, ...] = ()
     seed: int = 0
+    env: str = ""
+    env_options: Annotated[str, JSON] = ""
 
     def __post_init__(self):
         typed.check(self)
+        json_object("--env-options", self.env_options)
         json_object("--workflow-options", self.workflow_options)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)
         for reason in (
+            *environments.conflicts(self),
             *ranges.integers(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
             *ranges.samples(f"--samples {self.samples}", self.samples),
             *memory.lacking(f"--reward-workers {self.reward_workers}", self.reward_workers * memory.WORKER),
             *serving_conflicts(self.servers, self.serve),
         ):
             raise ValueError(reason)
+        if self.env and not (self.data or self.limit):
+            raise ValueError(f"--env {self.env} needs --limit, how many of its tasks to evaluate on, got 0")
         if self.serve.inside:
             raise ValueError("--serve.inside is for a trainer's process, which an evaluation has not; leave it out")
 
@@ -123,12 +134,13 @@ def write(config: Config, results: dict, answers: list[dict]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers)
     run_dir.write_text(out / "answers.jsonl", lines)
-    page.write(out / "report.html", f"{config.data} by {config.model}", results, answers)
+    page.write(out / "report.html", f"{config.data or config.env} by {config.model}", results, answers)
     run_dir.write_json(out / "results.json", results)
 
 
 async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     """(results, answers); as `evaluation.summary` and `evaluation.answers`."""
+    config = environments.expanded(config)
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     processor = images.of_model(config.model)
     rewards.check(config.reward)
@@ -146,9 +158,16 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
         tokens, config.workflow, processor and processor.as_given(), most=config.max_prompt, room=context,
         vocabulary=vocabulary, context=context, new=config.sampling.max_new_tokens,
     )  # fmt: skip
-    asked = many_rows.every(
-        config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
-    )
+    asked: Sequence[dict]
+    if config.env and not config.data:
+        asked = environments.first(config.env, config.env_options, config.limit)
+    else:
+        asked = many_rows.every(
+            config.data, config.row, config.limit, check=check, bad=config.bad_rows,
+            recognise=rows.asks(config.workflow),
+        )  # fmt: skip
+    if config.env:
+        await environments.check(config.env, config.env_options, dict(asked[0]), tokens)
     gpus, each = len(devices.visible_gpus()), serve.mesh.devices  # JAX here would take memory of the servers' GPUs
     places = devices.of_own_servers(gpus, 0, serve.count, each) if each <= gpus else []
     async with contextlib.AsyncExitStack() as stack:

@@ -6,19 +6,20 @@ more than eta versions old when it is trained on. Running it again with the same
 From top to bottom: `Config`, the options in groups; `main`, what runs on the devices; `train`, the loop.
 """
 
+import asyncio
 import contextlib
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
-from areax.adapters.command_line.options import UNPREFIXED, flat, json_object
+from areax.adapters.command_line.options import JSON, UNPREFIXED, flat, json_object
 from areax.adapters.data import images
 from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
@@ -31,6 +32,7 @@ from areax.recipes.shared import (
     contents,
     describe,
     ending,
+    environments,
     evaluation,
     learner,
     many_rows,
@@ -55,7 +57,7 @@ from areax.rollout.weights import store as versions
 from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
-    "model", "data", "reward", "out", "heldout", "servers", "steps", "groups", "group_size", "eta",
+    "model", "data", "reward", "env", "out", "heldout", "servers", "steps", "groups", "group_size", "eta",
     "sampling.max_new_tokens", "length", "rows", "optim.lr", "objective.kl.coef", "run.dtype",
 )  # fmt: skip
 
@@ -73,8 +75,12 @@ class Config:
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       steps: batches to train on.
       seed: random seed of new weights, prompt order and sampling.
+      env: environment in place of data and reward: `reasoning_gym:NAME`, `textarena:NAME`, `openenv:ADDRESS`, or a
+        class of yours, `file.py:CLASS` (docs/train-on-an-environment.md).
+      env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
 
+    INSTEAD_OF: ClassVar = environments.INSTEAD_OF
     model: str
     data: str
     reward: str
@@ -82,6 +88,8 @@ class Config:
     init: Literal["checkpoint", "random"] = "checkpoint"
     steps: int = 100
     seed: int = 0
+    env: str = ""
+    env_options: Annotated[str, JSON] = ""
     prompts: Annotated[Prompts, UNPREFIXED] = Prompts()
     rollout: Annotated[Rollout, UNPREFIXED] = Rollout()
     rewards: Annotated[Rewards, UNPREFIXED] = Rewards()
@@ -92,10 +100,11 @@ class Config:
 
     def __post_init__(self):
         typed.check(self)
+        json_object("--env-options", self.env_options)
         json_object("--workflow-options", self.rollout.workflow_options)
         json_object("--chat-template-kwargs", self.prompts.chat_template_kwargs)
         profiling.chosen(self.saving.profile, self.steps)
-        for reason in conflicts(self):
+        for reason in (*environments.conflicts(self), *conflicts(self)):
             raise ValueError(reason)
 
 
@@ -109,6 +118,7 @@ def main(config: Config, rows: Any = None) -> dict:
       rows: what to train on instead of `config.data`, as `sources.opened`.
     """
     notebook.refuse_running_loop(config)
+    config = environments.expanded(config)
     began = time.monotonic()
     common.keep_memory()
     blas.one_thread()
@@ -200,12 +210,17 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         )
     )  # fmt: skip
     asks = rows.asks(workflow)
+    if config.env and given is None and not config.data:
+        given = environments.rows(config.env, config.env_options, "train")
     prompts = sources.opened(
         config.data, given, options.row, options.limit, check=check, bad=options.bad_rows, recognise=asks,
         seed=config.seed, spec=options.curriculum,
     )  # fmt: skip
     read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
-    held = {name: read(source) for name, source in heldout.items()}
+    if config.env:
+        asyncio.run(environments.check(config.env, config.env_options, dict(prompts[0]), tokens))
+    own = functools.partial(environments.heldout, config.env, config.env_options)
+    held = {name: own(source) or read(source) for name, source in heldout.items()}
     common.say_added_ends(config.model, model, tokens)
     return prompts, held, check.images
 

@@ -186,6 +186,12 @@ def test_the_agent_guide(here, capfd):
 
 
 @pytest.mark.docs
+def test_the_environment_guide(here, capfd):
+    follow("train-on-an-environment")
+    assert "rows: 4\nsamples: 4\nunscorable: 0\n" in capfd.readouterr().out and Path("runs/hotter/model").is_dir()
+
+
+@pytest.mark.docs
 def test_the_image_guide(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     follow("train-on-images")

@@ -12,7 +12,7 @@ TOP = ("core", "parallel", "models", "rollout", "adapters", "recipes")
 FILES = [file for top in TOP for file in sorted((ROOT / top).rglob("*.py"))]
 [_IMPORTED] = ast.parse((ROOT / "models/families.py").read_text()).body[1:2]
 FAMILIES = {"dense", "mixture", "wrappers"} | {alias.name for alias in _IMPORTED.names}
-MOST_ENTRIES = {"rollout": 20, "adapters": 19, "models": 13}  # model families are not counted
+MOST_ENTRIES = {"rollout": 20, "adapters": 20, "models": 13}  # model families are not counted
 
 # Folder or file -> folders and modules of ours that it may import besides its own folder; the longest match applies.
 BASE = {"rollout." + name for name in ("types", "errors", "events", "object_path", "processes")}

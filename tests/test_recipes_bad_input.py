@@ -448,7 +448,7 @@ def test_records_of_no_known_format_name_their_fields_and_the_way_out(capsys, pl
 
 def test_rows_of_other_workflows_are_theirs(place):
     tokens = tokenizer.load(place / "model")
-    environment = "areax.rollout.workflows.multi_turn:environment"
+    environment = "areax.rollout.workflows.environments:play"
     assert rows.prompts(tokens, environment)({"level": 3}) is None
     with pytest.raises(ValueError, match="needs either 'prompt' or 'messages'"):
         rows.prompts(tokens, environment, most=9)({"level": 3})

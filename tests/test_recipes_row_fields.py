@@ -16,7 +16,7 @@ from areax.recipes import preference, prm
 from areax.recipes.shared import offline, probe, rows
 from areax.rollout.chat import template
 from areax.rollout.types import Completion, Sampling
-from areax.rollout.workflows import multi_turn, single_turn
+from areax.rollout.workflows import environments, multi_turn, single_turn
 
 T = tokenizer.byte_level()
 T.chat_template = (
@@ -69,7 +69,7 @@ class Plain:
     def reset(self, row):
         return "Hi?"
 
-    def step(self, action):
+    def step(self, message):
         return "", 1.0, True
 
 
@@ -80,11 +80,11 @@ def test_an_environment_honours_variables():
         assert T.decode(tokens).startswith("<brief>")
         return Completion([T.eos_token_id], [-0.5], [0], "stop")
 
-    how = {"tokenizer": T, "sampling": Sampling(), "make": f"{__file__}:Plain"}
-    [sample] = asyncio.run(multi_turn.environment(generate, row, **how))
+    how = {"tokenizer": T, "sampling": Sampling(), "world": f"{__file__}:Plain"}
+    [sample] = asyncio.run(environments.play(generate, row, **how))
     assert T.decode(sample.tokens.tolist()).startswith("<brief>")
     with pytest.raises(ValueError, match="chat template reads brief"):
-        asyncio.run(multi_turn.environment(generate, {"chat_template_kwargs": {"x": 1}}, **how))
+        asyncio.run(environments.play(generate, {"chat_template_kwargs": {"x": 1}}, **how))
 
 
 def paired(objective, row):

@@ -32,7 +32,7 @@ from areax.rollout.rewards import Score, judge
 from areax.rollout.scheduling import episodes
 from areax.rollout.scheduling.executor import Executor, Prompts
 from areax.rollout.types import Completion, Image, Sample, Sampling, sampled
-from areax.rollout.workflows import agents, areal
+from areax.rollout.workflows import agents, areal, failures
 
 VOCABULARY, NEWEST = 97, 1
 PER_TOKEN = ("tokens", "mask", "logp", "version", "turn")
@@ -356,7 +356,7 @@ RESULTS = [
 
 
 def test_no_wrong_result_of_an_agent_reaches_a_batch(caplog, monkeypatch):
-    monkeypatch.setattr(agents, "FAILED", 10**9)
+    monkeypatch.setattr(failures, "MOST", 10**9)
     results = [(by_id, result) for by_id, result in itertools.product((False, True), RESULTS)]
     results = random.Random(2).sample(results, 120)
     current = None

@@ -28,6 +28,10 @@ REFUSED = {
         (CHAT | {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
         (CHAT | {"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         (CHAT | {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT | {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (CHAT | {"ignore_eos": True}, "ignore_eos"),
+        (CHAT | {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (CHAT | {"return_token_ids": 1}, "return_token_ids"),
         (CHAT | {"reasoning_effort": "lo"}, "reasoning_effort"),
         (CHAT | {"verbosity": "low"}, "verbosity"),
         (CHAT | {"seed": 1}, "seed"),
@@ -100,6 +104,46 @@ def test_unsupported_fields_are_refused_by_name(path):
             assert error["type"] == "invalid_request_error" and error["message"].startswith(f"{name}:")
             assert answer["type"] == "error" if path == "messages" else error["param"] == name
         assert not place.engine.prompts
+
+    served(test)
+
+
+NOTHING = {
+    "top_logprobs": 0, "repetition_penalty": 1.0, "ignore_eos": False, "add_generation_prompt": True,
+    "prompt_logprobs": 0, "skip_special_tokens": True, "frequency_penalty": 0, "return_token_ids": False,
+    "cache_salt": "x", "session_id": "a", "priority": 1,
+}  # fmt: skip
+
+
+def test_values_that_ask_for_nothing_are_taken():
+    async def test(place):
+        place.engine.say("a", "b")
+        others = {
+            name: value for name, value in NOTHING.items() if name not in ("top_logprobs", "add_generation_prompt")
+        }
+        for path, body in (("chat/completions", CHAT | NOTHING), ("completions", PROMPT | others)):
+            status, answer = await place.request("POST", f"/v1/{path}", json=body)
+            assert status == 200, answer
+            assert "token_ids" not in str(answer)
+
+    served(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_those_that_are_trained_on(stream):
+    """In the fields that vLLM has; streamed, in the last chunk of a choice."""
+
+    async def test(place):
+        place.engine.say("ab", "cd")
+        async with place.openai() as client:
+            wanted = dict(model="m", stream=stream, extra_body={"return_token_ids": True})
+            done = await client.chat.completions.create(messages=USER, **wanted)
+            *_, chat = [chunk async for chunk in done if chunk.choices] if stream else [done]
+            done = await client.completions.create(prompt="x", **wanted)
+            *_, text = [chunk async for chunk in done if chunk.choices] if stream else [done]
+        asked, written = place.session.interactions
+        for answer, choice, x in ((chat, chat.choices[0], asked), (text.choices[0], text.choices[0], written)):
+            assert answer.prompt_token_ids == list(x.prompt) and choice.token_ids == list(x.completion.tokens)
 
     served(test)
 

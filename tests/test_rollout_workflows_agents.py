@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 from test_rollout_workflows_multi_turn import SAMPLING, TOKENS, learnt, policy
 
+from areax.rollout import object_path
 from areax.rollout.errors import ServerError
-from areax.rollout.workflows import agents
+from areax.rollout.workflows import agents, failures
 from areax.rollout.workflows.resolve import bind
 
 ROW = {"prompt": "2 + 2", "answer": "4"}
@@ -124,7 +125,7 @@ def test_an_agent_that_always_fails_ends_the_run():
 
     async def main():
         async with agents.played(fails, "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING) as workflow:
-            for _ in range(agents.FAILED - 1):
+            for _ in range(failures.MOST - 1):
                 assert await workflow(None, ROW) is None
             with pytest.raises(
                 ValueError, match="agent mine: failed 16 times in a row; the last time: OSError: not inst"
@@ -235,6 +236,17 @@ class Agent:
     async def run(self, row, base_url):
         return self.times
 
+class Entered(Agent):
+    open = []
+    async def __aenter__(self):
+        Entered.open.append(self)
+        return self
+    async def __aexit__(self, kind, error, place):
+        Entered.open.remove(self)
+    async def run(self, row, base_url):
+        assert Entered.open == [self], "one object an episode, entered before it runs"
+        raise RuntimeError("broken")
+
 ready = Agent(3)
 
 def nothing(x):
@@ -267,6 +279,15 @@ def test_a_workflow_gets_the_arguments_it_takes(file):
 def test_agents_may_be_classes_or_objects(file):
     for name in ("Agent", "ready"):
         assert bound(f"{file}:{name}") is None  # it made no requests
+
+
+def test_a_class_with_a_beginning_and_an_end_is_entered_and_left_for_each_episode(file, caplog):
+    async def main():
+        async with bind(f"{file}:Entered", tokenizer=TOKENS, reward=right, sampling=SAMPLING) as workflow:
+            return [await workflow(None, ROW) for _ in range(2)]
+
+    assert asyncio.run(main()) == [None, None] and caplog.text.count("Entered failed: RuntimeError: broken") == 2
+    assert object_path.load_object(f"{file}:Entered").open == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import math
 
-import numpy as np
 import pytest
 
 from areax.adapters import tokenizer
@@ -47,36 +46,6 @@ def test_wrong_answers_get_feedback(said, wanted):
     assert learnt(sample) == "".join(f"{text}<|im_end|>" for text in said)
     assert len(heard) == len(said) and all("again" in text for text in heard[1:])
     assert sample.turn[sample.mask].max() == len(said) - 1
-
-
-class Countdown:
-    """An environment that counts down: the right action is the number below the last observation."""
-
-    closed = 0
-
-    async def reset(self, row):
-        self.left = row["from"]
-        return str(self.left)
-
-    def step(self, action):
-        good = action == str(self.left - 1)
-        self.left -= 1
-        return str(self.left), float(good), self.left == 0
-
-    def close(self):
-        Countdown.closed += 1
-
-
-def test_an_environment_rewards_each_action():
-    said = ["2", "x", "0"]
-    place = f"{__file__}:Countdown"
-    [sample], heard = play(multi_turn.environment, said, {"from": 3}, make=place)
-    ends = np.flatnonzero(sample.tokens == TOKENS.eos_token_id)
-    ends = [i for i in ends if sample.mask[i]]
-    assert sample.rewards == tuple(zip(ends, (1.0, 0.0, 1.0), strict=True))
-    assert [text.rsplit("user\n", 1)[1][0] for text in heard] == ["3", "2", "1"]
-    [cut], _ = play(multi_turn.environment, ["2"], {"from": 3}, make=place, turns=1)
-    assert cut.reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def parsed(target, arguments: Sequence[str], prog: str, given: Any = None, first
     own, known = arguments, help.names(target, given) if isinstance(target, type) else set()
     if isinstance(target, type) and "config" not in {field.name for field in dataclasses.fields(target)}:
         arguments, given = _with_files(target, arguments, prog, given)
+        given = _without(target, arguments, given)
     arguments = [_renamed(word, known) for word in arguments]
     captured = io.StringIO()
     try:
@@ -161,6 +162,16 @@ def _with_files(target: type, arguments: list[str], prog: str, given: Any) -> tu
         if choices:
             given = instance(target, choices) if given is None else options.replaced(given, **choices)
     return words + rest, given
+
+
+def _without(target: type, arguments: Sequence[str], given: Any) -> Any:
+    """The defaults, "" for required options that another among the arguments stands for, by `target.INSTEAD_OF`."""
+    words = {word.partition("=")[0].removeprefix("--") for word in arguments}
+    for option, others in getattr(target, "INSTEAD_OF", {}).items():
+        if option in words:
+            given = instance(target, {}) if given is None else given
+            given = options.replaced(given, **dict.fromkeys(others, ""))
+    return given
 
 
 def _quietly(target, arguments, prog, given=None):

@@ -26,7 +26,7 @@ from areax.rollout.workflows import resolve
 # A hash is named by the option, of which this is hashed, or OPTION: WHAT.
 HOLD = {
     "model": "weights", "teacher": "weights", "critic.model": "weights", "reward": "code", "workflow": "code",
-    "row": "code",
+    "row": "code", "env": "code",
 }  # fmt: skip
 OF_TOKENIZER = "tokenizer", "tokenizer's rules", "chat template"  # must stay, whatever --model is
 OF_FROZEN = "model: config.json", "model"  # must stay while weights of --model are used that the state does not hold

@@ -20,7 +20,8 @@ from ..errors import ServerError
 from ..types import Completion, Generate, Image, Sample, Sampling
 from . import conversation, images, template, trajectory
 from .detokenizer import Reader
-from .parsers import Answer, decoder, said, style_for
+from .parsers import Answer, decoder, opened, said, style_for
+from .parsers import parse as parsed
 from .trajectory import Interaction
 
 LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
@@ -74,6 +75,7 @@ class Session:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
         parse: Parse | None = None,
+        calls: bool = False,
         ends: Callable[[Sequence[int]], int | None] | None = None,
         on_prompt: Callable[[int], None] | None = None,
         on_text: Callable[[str], None] | None = None,
@@ -85,7 +87,7 @@ class Session:
           messages, tools: in OpenAI's format; contents are texts, or lists of parts with images (`chat/images.py`).
           template: variables of the chat template, such as `enable_thinking`.
           parse: parse(text, cut=...) parses the answer's text, which the limit of tokens may have cut; None =
-            `parsers.said`.
+            `parsers.said`, or with `calls` `parsers.parse`, which reads calls of the tools, and reasoning.
           ends: of the sampled tokens how many are the answer; None = all. It must depend on these alone: then what
             remains has the policy's distribution.
           on_prompt: called with the number of the prompt's tokens before one is sampled.
@@ -101,8 +103,10 @@ class Session:
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
         if on_prompt:
             on_prompt(len(interaction.prompt))
-        spoken = lambda text, cut: said(text, self._style, cut, interaction.before)
-        await self._sample(interaction, parse or spoken, on_text, sampling, ends)
+        before, style = interaction.before, self._style
+        spoken = lambda text, cut: said(text, style, cut, before)
+        called = lambda text, cut: parsed(text, style, cut=cut, tools=list(tools), opened=opened(before, style))
+        await self._sample(interaction, parse or (called if calls else spoken), on_text, sampling, ends)
         self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
         return interaction
 

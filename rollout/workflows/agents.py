@@ -10,10 +10,8 @@ import asyncio
 import collections
 import contextlib
 import copy
-import functools
 import inspect
 import json
-import logging
 import os
 import secrets
 import shlex
@@ -23,7 +21,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import IO, Any
 
-from .. import object_path
 from ..chat import formats, images
 from ..chat.session import Session
 from ..chat.trajectory import Style
@@ -34,10 +31,8 @@ from ..processes.environment import passed
 from ..processes.printable import printable
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
+from .failures import Failures, line
 
-log = logging.getLogger(__name__)
-
-FAILED = 16  # consecutive failed episodes that end the run: a bug in the agent, not an effect of the policy's output
 TAIL = 4000  # bytes read from the end of a command's output
 LONGEST = 500  # characters of what a program printed, in an error
 
@@ -89,11 +84,11 @@ async def played(
 
     `run` returns the reward: a number or a dict of named components, for the last interaction; or a dict of numbers by
     interaction id (the ids in the API's answers); or None: then `reward` scores the last answer, unless the agent sent
-    rewards over HTTP. An episode that raises or exceeds the timeout is logged and unscorable; FAILED in a row end the
-    run with the last error. Failures of generation servers are raised as ServerError.
+    rewards over HTTP. An episode that raises or exceeds the timeout is logged and unscorable; `failures.MOST` in
+    a row end the run with the last error. Failures of generation servers are raised as ServerError.
     """
     served = server.serve(tokenizer, processor, style=options.style or "", reasoning=options.reasoning)
-    failures: list[str] = []
+    failures = Failures(f"agent {name}")
 
     async with served as gateway:
 
@@ -109,11 +104,7 @@ async def played(
             except Exception as error:  # an agent may raise anything, often because of the policy's output
                 if session.failure:
                     raise session.failure from error
-                line = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-                failures.append(line)
-                log.warning("agent %s failed: %s; %s", name, line, object_path.row(row))
-                if len(failures) >= FAILED:
-                    raise ValueError(f"agent {name}: failed {FAILED} times in a row; the last time: {line}") from error
+                failures.add(line(error), row, error)
                 if not session.interactions:
                     return None
                 session.set_reward(None)
@@ -147,11 +138,19 @@ def coroutine(made: Any) -> Callable[..., Awaitable[Any]]:
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     async def called(row: Mapping[str, Any], **given) -> Any:
-        taken = {name: value for name, value in given.items() if anything or name in parameters}
-        if inspect.iscoroutinefunction(run):
-            return await run(row, **taken)
-        result = await tools.in_thread(functools.partial(run, row, **taken))
-        return await result if inspect.isawaitable(result) else result
+        return await tools.called(
+            run, row, **{name: value for name, value in given.items() if anything or name in parameters}
+        )
+
+    return called
+
+
+def entered(make: Callable[[], contextlib.AbstractAsyncContextManager[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a class with `__aenter__` and `__aexit__`: each episode runs the agent that one of its objects gives."""
+
+    async def called(row: Mapping[str, Any], **given) -> Any:
+        async with make() as agent:
+            return await coroutine(agent)(row, **given)
 
     return called
 

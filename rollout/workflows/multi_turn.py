@@ -1,4 +1,4 @@
-"""Multi-turn workflows: retries after feedback, tool use, environments, self-judging.
+"""Multi-turn workflows: retries after feedback, tool use, self-judging; `environments` has those of worlds.
 
 Each takes the arguments of `workflows.single_turn` and further options, given on the command line as JSON:
 `--workflow areax.rollout.workflows.multi_turn:multi_turn --workflow-options '{"turns": 4}'`.
@@ -7,11 +7,10 @@ Each takes the arguments of `workflows.single_turn` and further options, given o
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .. import object_path, rewards
 from ..chat import conversation, images, parsers, template
@@ -54,8 +53,8 @@ async def multi_turn(
     session = Session(generate, tokenizer, processor, sampling=sampling)
     messages, shown = _begun(tokenizer, row)
     final: dict[str, float] | None = None
-    for turn in range(_counted(turns)):
-        if not (x := await _next(session, messages, **shown)):
+    for turn in range(counted(turns)):
+        if not (x := await following(session, messages, **shown)):
             break
         score = rewards.whole(await reward(x.answer.content, row, **session.context(x)))
         final = {**score.components, "reward": score.value * discount**turn}
@@ -90,13 +89,7 @@ async def tool_loop(
     Raises:
       ValueError: calls of this format are not read, or the row has no prompt.
     """
-    named, style = style, parsers.style_for(tokenizer, style)
-    if style not in parsers.STYLES or not parsers.STYLES[style].calls:
-        known = ", ".join(name for name in parsers.NAMES if parsers.STYLES[name].calls)
-        raise ValueError(
-            f"tool_loop: style must be a format of calls, {known}, got {style}"
-            f"{'' if named else ', by the chat template'}; name the model's in --workflow-options"
-        )
+    style = style_of_calls("tool_loop", tokenizer, style)
     session = Session(generate, tokenizer, processor, sampling=sampling, style=style)
     messages, shown = _begun(tokenizer, row)
     if shown["tools"]:
@@ -105,12 +98,8 @@ async def tool_loop(
         )
     kit = _kit(tuple(tools))
     shown["tools"] = [toolbox.schema(tool) for tool in kit]
-    texts = [{**message, "content": images.words(message.get("content"))} for message in messages]
-    prompt = template.render(tokenizer, texts, shown["tools"], shown["template"], ask=True)
-    opened = parsers.opened(prompt, style)
-    parse = lambda text, cut: parsers.parse(text, style, cut=cut, opened=opened)
-    for _ in range(_counted(turns)):
-        x = await _next(session, messages, parse=parse, **shown)
+    for _ in range(counted(turns)):
+        x = await following(session, messages, calls=True, **shown)
         if not x or not x.answer.tool_calls or x.answer.tool_calls[-1].cut:
             break
         messages.append(x.answer.message())
@@ -126,54 +115,6 @@ async def tool_loop(
 def _kit(named: tuple[str, ...]) -> tuple[toolbox.Tool, ...]:
     found = map(object_path.load_object, named)
     return tuple(one if isinstance(one, toolbox.Tool) else toolbox.tool(one) for one in found)
-
-
-class Environment(Protocol):
-    """The interface of environments for `environment`; the methods may be coroutines."""
-
-    def reset(self, row: Mapping[str, Any]) -> str:
-        """Begins an episode; returns the first observation."""
-
-    def step(self, action: str) -> tuple[str, float, bool]:
-        """Returns (next observation, reward of the action, whether the episode is done)."""
-
-
-async def environment(
-    generate: Generate,
-    row: Mapping[str, Any],
-    *,
-    tokenizer: Any,
-    processor: images.Processor | None = None,
-    sampling: Sampling,
-    make: str,
-    turns: int = 16,
-) -> list[Sample]:
-    """Runs an episode in an environment: each answer is an action with its own reward.
-
-    Of the row only "chat_template_kwargs" is read here, all else by the environment.
-
-    Args:
-      make: object path of a function or class that makes an `Environment`, called for each episode; its `close`, if it
-        has one, is called at the end.
-    """
-    variables = conversation.variables(row)
-    template.check_variables(tokenizer, variables)
-    session, world = Session(generate, tokenizer, processor, sampling=sampling), object_path.resolve(make)()
-    try:
-        observation = await _awaited(world.reset(row))
-        messages = [{"role": "user", "content": observation}]
-        for _ in range(_counted(turns)):
-            if not (x := await _next(session, messages, template=variables)):
-                break
-            observation, value, done = await _awaited(world.step(x.answer.content))
-            session.set_reward(value, x.id)
-            if done:
-                break
-            messages += [x.answer.message(), {"role": "user", "content": observation}]
-    finally:
-        if close := getattr(world, "close", None):
-            await _awaited(close())
-    return session.samples(row=row)
 
 
 async def judged(
@@ -212,7 +153,7 @@ def _begun(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]]
     return talk.messages, {"tools": talk.tools, "template": talk.variables}
 
 
-async def _next(session: Session, messages: Sequence[Mapping[str, Any]], **how) -> Interaction | None:
+async def following(session: Session, messages: Sequence[Mapping[str, Any]], **how) -> Interaction | None:
     """The next answer; None if the conversation cannot continue after its first answer, because it exceeds the model's
     context or the template cannot render it."""
     try:
@@ -224,11 +165,20 @@ async def _next(session: Session, messages: Sequence[Mapping[str, Any]], **how) 
         return None
 
 
-def _counted(turns: int) -> int:
+def style_of_calls(where: str, tokenizer: Any, style: str) -> str:
+    """The format of calls called `style`, or that of the chat template; raises ValueError if its calls are not read."""
+    named, style = style, parsers.style_for(tokenizer, style)
+    if style not in parsers.STYLES or not parsers.STYLES[style].calls:
+        known = ", ".join(name for name in parsers.NAMES if parsers.STYLES[name].calls)
+        raise ValueError(
+            f"{where}: style must be a format of calls, {known}, got {style}"
+            f"{'' if named else ', by the chat template'}; name the model's as style in the workflow's options"
+        )
+    return style
+
+
+def counted(turns: int) -> int:
+    """`turns`, which must be at least 1."""
     if not isinstance(turns, int) or turns < 1:
         raise ValueError(f"turns: must be an integer of at least 1, got {turns!r}")
     return turns
-
-
-async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result

@@ -33,7 +33,8 @@ async def bind(
     - `module:function` or `file.py:function` that takes `generate`: a workflow. Of tokenizer, processor, reward and
       sampling it gets those it has parameters for, and all `options`.
     - a function that takes `base_url`, or a class or object with `async run(row, base_url=, api_key=)`: an agent
-      (`agents.played`).
+      (`agents.played`). A class is constructed once with all `options`, or once an episode, and entered and left, if it
+      has `__aenter__` and `__aexit__`.
     - a class or object with `arun_episode(engine, data)`: an AReaL workflow (`areal`). A class is constructed with
       those of reward_fn, gconfig, tokenizer, reward and sampling that it takes, and all `options`.
     - `exec:COMMAND`: an agent in a separate process (`agents.command`).
@@ -58,7 +59,9 @@ async def bind(
             yield workflow
         return
     if _generates(found):
-        yield functools.partial(found, **_taken(name, _parameters(found), bound, given))
+        own = functools.partial(found, **_taken(name, _parameters(found), bound, given))
+        async with workflow_context.opened(reward) as shared:
+            yield workflow_context.within(shared, own)
         return
     if name.startswith(COMMAND):
         run = agents.command(name.removeprefix(COMMAND), agent.environment)
@@ -77,7 +80,9 @@ async def bind(
                 raise ValueError(
                     f"--workflow: {name} needs {', '.join(missing)}, got none; give it in --workflow-options"
                 )
-            found = found(**taken)
+            make: Callable[[], Any] = functools.partial(found, **taken)
+            enters = hasattr(found, "__aenter__") and not hasattr(found, "arun_episode")
+            found = agents.entered(make) if enters else make()
         else:
             _taken(name, {}, {}, given)
         if hasattr(found, "arun_episode"):

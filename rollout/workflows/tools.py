@@ -154,7 +154,7 @@ async def call(tools: Sequence[Tool], name: str, arguments: str, *, timeout_s: f
         return _error(f"arguments of {name}: {error}")
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            value = await _answer(named[name].call, given)
+            value = await called(named[name].call, **given)
     except ServerError:
         raise
     except Exception as error:  # any error of a tool is for the model to read
@@ -186,8 +186,9 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-async def _answer(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    bound = functools.partial(function, **given)
+async def called(function: Callable[..., Any], /, *arguments: Any, **given: Any) -> Any:
+    """The result of a function, which runs in a thread unless it is a coroutine function."""
+    bound = functools.partial(function, *arguments, **given)
     value = bound() if inspect.iscoroutinefunction(function) else await in_thread(bound)
     return await value if inspect.isawaitable(value) else value
 

@@ -1,7 +1,8 @@
 """OpenAI's `/v1/chat/completions`: converts requests to asks of a session, interactions to answers and chunks.
 
-Extensions, as in vLLM and SGLang: `top_k`, `min_p`, `min_tokens`, `chat_template_kwargs`, and `reasoning_content` in
-messages.
+Extensions, as in vLLM and SGLang: `top_k`, `min_p`, `min_tokens`, `chat_template_kwargs`, `reasoning_content` in
+messages, and `return_token_ids`: the answer has "prompt_token_ids", each choice "token_ids"; streamed, its last chunk
+has both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIELDS = fields.table(
     [
         "messages", "model", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "seed", "response_format",
         "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", "parallel_tool_calls",
-        "reasoning_effort", "verbosity",
+        "reasoning_effort", "verbosity", "return_token_ids",
         *fields.SAMPLING,
     ],
     openai.PASSED,
@@ -34,6 +35,7 @@ FIELDS = fields.table(
         "modalities": Refusal("answers are text", (["text"],)),
         "audio": Refusal("answers are text"),
         "web_search_options": Refusal("this server searches nothing"),
+        "add_generation_prompt": Refusal("an answer is a new message; use /v1/completions", (True,)),
     },
 )  # fmt: skip
 
@@ -59,6 +61,7 @@ def read(
     fields.known(body, table)
     openai.include_usage(body)
     fields.boolean(body, "logprobs")
+    fields.boolean(body, "return_token_ids")
     abilities.check_images(body, "messages")
     return Ask(
         body=body,
@@ -133,10 +136,12 @@ def answer(
             "message": {"refusal": None, **x.answer.message()},
             "finish_reason": finish(x),
             "logprobs": _logprobs(ask, readings.get(x) or logprobs.sampled(x), tokenizer),
+            **token_ids(ask, x),
         }
         for i, x in enumerate(done)
     ]
-    return {**_frame(ask, done[0].id, "chat.completion"), "choices": choices, "usage": usage(ask, done)}
+    frame = _frame(ask, done[0].id, "chat.completion")
+    return {**frame, "choices": choices, "usage": usage(ask, done), **prompt_ids(ask, done[0])}
 
 
 class Stream:
@@ -171,7 +176,8 @@ class Stream:
     def finish(self, i: int, x: Interaction, reading: logprobs.Reading = ()) -> Iterator[Event]:
         """The last chunk of a choice; `reading` as in `pieces`."""
         more = {"logprobs": _logprobs(self._ask, reading, self._tokenizer)} if reading else {}
-        yield self._chunk(i, {}, finish_reason=finish(x), **more)
+        name, chunk = self._chunk(i, {}, finish_reason=finish(x), **more, **token_ids(self._ask, x))
+        yield name, chunk | prompt_ids(self._ask, x)
 
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
         if openai.include_usage(self._ask.body):
@@ -203,6 +209,16 @@ def usage(ask: Ask, done: Sequence[Interaction]) -> dict[str, int]:
     prompts = sum(len(x.prompt) for x in done[:: ask.n])
     completions = sum(len(x.completion.tokens) for x in done)
     return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
+
+
+def token_ids(ask: Ask, x: Interaction) -> dict[str, list[int]]:
+    """The sampled tokens of a choice, if the request asks for ids."""
+    return {"token_ids": list(x.completion.tokens)} if ask.body.get("return_token_ids") else {}
+
+
+def prompt_ids(ask: Ask, x: Interaction) -> dict[str, list[int]]:
+    """The tokens that an answer continues, if the request asks for ids."""
+    return {"prompt_token_ids": list(x.prompt)} if ask.body.get("return_token_ids") else {}
 
 
 def _frame(ask: Ask, id: str, kind: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""OpenAI's `/v1/completions`: continues prompts of text or tokens; with `echo` also scores the prompt."""
+"""OpenAI's `/v1/completions`: continues prompts of text or tokens; with `echo` also scores the prompt.
+
+With `return_token_ids`, as in vLLM, each choice has "prompt_token_ids" and "token_ids"; streamed, its last chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from ..parsers import Piece, Text
 from ..trajectory import Interaction
 from . import logprobs, openai
 from .ask import Ask, Event
-from .chat import error, finish, usage
+from .chat import error, finish, prompt_ids, token_ids, usage
 
 FIELDS = fields.table(
     [
         "prompt", "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "logprobs", "echo",
+        "return_token_ids",
         *fields.SAMPLING,
     ],
     openai.PASSED,
@@ -46,6 +50,7 @@ def read(
     fields.known(body, table)
     openai.include_usage(body)
     fields.boolean(body, "echo")
+    fields.boolean(body, "return_token_ids")
     if body.get("logprobs") is not None:
         fields.integer(body, "logprobs", least=0, most=TOP)
     ask = Ask(
@@ -92,6 +97,8 @@ def answer(
                 tokenizer,
                 logprobs.Offsets(tokenizer, len(x.prompt) if ask.body.get("echo") else 0),
             ),
+            **token_ids(ask, x),
+            **prompt_ids(ask, x),
         }
         for i, x in enumerate(done)
     ]
@@ -116,7 +123,7 @@ class Stream:
 
     def finish(self, i: int, x: Interaction, reading: logprobs.Reading = ()) -> Iterator[Event]:
         """The last chunk of a choice; `reading` as in `pieces`."""
-        yield self._chunk(i, "", finish(x), reading)
+        yield self._chunk(i, "", finish(x), reading, **token_ids(self._ask, x), **prompt_ids(self._ask, x))
 
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
         if openai.include_usage(self._ask.body):
@@ -126,12 +133,13 @@ class Stream:
     def failed(self, status: int, message: str) -> Iterator[Event]:
         yield "", error(status, message)
 
-    def _chunk(self, i: int, text: str, finish: str | None, reading: logprobs.Reading) -> Event:
+    def _chunk(self, i: int, text: str, finish: str | None, reading: logprobs.Reading, **more: Any) -> Event:
         if i not in self._offsets:  # what is echoed comes first
             echoed = len(reading) if self._ask.body.get("echo") else 0
             self._offsets[i] = logprobs.Offsets(self._tokenizer, echoed)
         rows = _logprobs(self._ask, reading, self._tokenizer, self._offsets[i])
-        return "", {**self._frame, "choices": [{"index": i, "text": text, "finish_reason": finish, "logprobs": rows}]}
+        choice = {"index": i, "text": text, "finish_reason": finish, "logprobs": rows, **more}
+        return "", {**self._frame, "choices": [choice]}
 
 
 def echoed(ask: Ask, prompt: Sequence[int], tokenizer: Any) -> str:

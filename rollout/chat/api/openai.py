@@ -11,12 +11,16 @@ from . import image_parts
 
 PASSED = (  # fields that cannot change an answer
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "prediction",
+    "prompt_cache_options", "prediction", "cache_salt", "session_id", "priority",
 )  # fmt: skip
 REFUSED: fields.Table = {
     "frequency_penalty": Refusal("penalties are not implemented by this server", (0,)),
     "presence_penalty": Refusal("penalties are not implemented by this server", (0,)),
     "logit_bias": Refusal("biases are not implemented by this server", ({},)),
+    "repetition_penalty": Refusal("penalties are not implemented by this server", (1,)),
+    "ignore_eos": Refusal("the model's end tokens end every answer", (False,)),
+    "skip_special_tokens": Refusal("special tokens are never part of the text", (True,)),
+    "prompt_logprobs": Refusal("ask /v1/completions for them, with echo and logprobs", (0,)),
 }
 COMPLETION_TOKENS = 16  # default max_tokens of a completion
 CHAT_BUDGET = ("max_completion_tokens", "max_tokens")  # in order of precedence

@@ -1,0 +1,229 @@
+"""Environments that the trainer steps: games, puzzles, simulators, whichever library they are from.
+
+`--env my_env.py:MyWorld` is short for `--workflow areax.rollout.workflows.environments:play` with the option "world".
+Environments that call the model themselves are agents (`agents`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import object_path
+from ..chat import conversation, images, parsers, template
+from ..chat.session import Session
+from ..chat.trajectory import Interaction
+from ..errors import ServerError
+from ..processes.printable import shown
+from ..types import Generate, Sample, Sampling
+from . import tools, workflow_context
+from .failures import Failures, line
+from .multi_turn import counted, following, style_of_calls
+
+log = logging.getLogger(__name__)
+
+Seen = str | Sequence[Mapping[str, Any]]  # a user's message, or messages in OpenAI's format
+
+
+class World(Protocol):
+    """One episode of an environment. Methods may be coroutines, which must not block; plain ones run in threads.
+
+    Attributes:
+      tools: what the policy may call, in OpenAI's format, read before each of its answers; may be missing.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+
+    def reset(self, row: Mapping[str, Any]) -> Seen:
+        """Begins the episode of a row; returns what the policy sees."""
+
+    def step(self, message: Mapping[str, Any]) -> tuple[Seen, Any, bool]:
+        """Takes the policy's message, in OpenAI's format: {"role": "assistant", "content": ...}, and any "tool_calls";
+        reasoning is not content, but "reasoning_content".
+
+        Returns (what it sees next, the message's reward, whether the episode is done). A reward is a number, a dict of
+        named components, or None = none; an episode without any has reward 0. NaN makes it unscorable.
+        """
+
+    def stop(self) -> Any:
+        """The episode ends before `step` says so, as by `turns`; returns the last message's reward, or None = what it
+        has; may be missing."""
+
+    def close(self) -> None:
+        """Ends the episode in any case; may be missing."""
+
+
+class Failed(Exception):
+    """The code of an environment raised, hung or returned something wrong; the message says which, in one line."""
+
+
+async def play(
+    generate: Generate,
+    row: Mapping[str, Any],
+    *,
+    tokenizer: Any,
+    processor: images.Processor | None = None,
+    sampling: Sampling,
+    world: str,
+    options: Mapping[str, Any] | None = None,
+    name: str = "",
+    turns: int = 16,
+    step_timeout_s: float = 60.0,
+    style: str = "",
+) -> list[Sample] | None:
+    """Plays an episode in a world; each answer has its own reward.
+
+    Of the row only "chat_template_kwargs" is read here, all else by the world. An episode ends when the world says so,
+    after `turns` answers, or when the conversation no longer fits the model's context.
+
+    Args:
+      world: object path of a class or function that makes a `World` of `options`, called for each episode.
+      name: what errors call it; "" = `world`.
+      step_timeout_s: seconds in which `reset`, `step` and `close` must return; a thread that hangs is abandoned.
+      style: the format of tool calls, one of `formats.NAMES`; "" = that of the model's chat template.
+
+    Returns:
+      The samples; unscorable, or None before the first answer, if the world failed, which is logged in one line.
+
+    Raises:
+      ServerError: the world could not begin; the episode is retried.
+      ValueError: `failures.MOST` episodes in a row failed; or no such world, variable or format of calls.
+    """
+    variables, name = conversation.variables(row), name or world
+    template.check_variables(tokenizer, variables)
+    session = Session(generate, tokenizer, processor, sampling=sampling, style=style)
+    make = functools.partial(object_path.resolve(world), **(options or {}))
+    async with workflow_context.current() as shared:
+        failures = await shared.get(("failures", name), lambda: contextlib.nullcontext(Failures(f"environment {name}")))
+    call = functools.partial(_called, seconds=step_timeout_s)
+    own: Any = None
+    try:
+        try:
+            own = await call("its constructor", make)
+            messages = _messages("reset", await call("reset", own.reset, row))
+        except Failed as error:
+            raise ServerError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
+        done = False
+        while not done and len(session.interactions) < counted(turns):
+            if kit := await call("tools", _tools, own):
+                style_of_calls(f"environment {name} has tools", tokenizer, style)
+            if not (x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)):
+                break
+            seen, value, done = _stepped(await call("step", own.step, _said(x, tokenizer, style, bool(kit))))
+            if value is not None:
+                _reward(session, value)
+            if not done:
+                messages = [*messages, x.answer.message(), *_messages("step", seen)]
+        if not done and (stop := getattr(own, "stop", None)) and (value := await call("stop", stop)) is not None:
+            _reward(session, value)
+        if not any(x.score for x in session.interactions):
+            session.set_reward(0.0)
+        failures.clear()
+    except Failed as error:
+        failures.add(str(error), row, error)
+        if not session.interactions:
+            return None
+        session.set_reward(None)
+    finally:
+        await _close(own, call, name)
+    return session.samples(row=row)
+
+
+async def check(
+    world: str, row: Mapping[str, Any], *, tokenizer: Any, options: Mapping[str, Any] | None = None, name: str = "",
+    step_timeout_s: float = 60.0, style: str = "", turns: int = 16,
+) -> None:  # fmt: skip
+    """Begins and ends an episode, arguments as of `play`. Raises ValueError, in one line, if it cannot begin."""
+    counted(turns)
+    call, own = functools.partial(_called, seconds=step_timeout_s), None
+    try:
+        own = await call("its constructor", functools.partial(object_path.resolve(world), **(options or {})))
+        messages = _messages("reset", await call("reset", own.reset, row))
+        if kit := await call("tools", _tools, own):
+            style_of_calls(f"environment {name or world} has tools", tokenizer, style)
+        template.readable(tokenizer, conversation.Conversation(messages, tuple(kit), conversation.variables(row)))
+    except (Failed, ServerError) as error:
+        raise ValueError(f"environment {name or world} cannot begin: {error}; {object_path.row(row)}") from error
+    finally:
+        await _close(own, call, name or world)
+
+
+async def _close(own: Any, call: Callable[..., Any], name: str) -> None:
+    if close := getattr(own, "close", None):
+        try:
+            await call("close", close)
+        except (Failed, ServerError) as error:
+            log.warning("environment %s: %s", name, error)
+
+
+async def _called(what: str, function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
+    """What a world's function returns. Raises Failed, but ServerError as it is."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await tools.called(function, *arguments)
+    except ServerError:
+        raise
+    except Exception as error:  # a stranger's code may raise anything
+        if isinstance(error, TimeoutError) and limit.expired():
+            told = f"must return within step_timeout_s, {seconds:g} s, and did not; raise it in --env-options"
+            raise Failed(f"{what} {told}") from error
+        raise Failed(f"{what}: {line(error)}") from error
+
+
+async def _answer(session: Session, tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> Interaction | None:
+    """As `multi_turn.following`. Raises Failed if there can be no first answer."""
+    try:
+        if not session.interactions:
+            template.readable(tokenizer, conversation.Conversation(messages, how["tools"], how["template"]))
+        return await following(session, messages, **how)
+    except ValueError as error:
+        raise Failed(f"its first observation cannot be a prompt: {error}") from error
+
+
+def _said(x: Interaction, tokenizer: Any, style: str, calls: bool) -> dict[str, Any]:
+    """An answer as a world reads it. Without tools its conversation holds the reasoning as it was written."""
+    if calls:
+        return x.answer.message()
+    style = parsers.style_for(tokenizer, style)
+    opened, cut = parsers.opened(x.before, style), x.completion.finish == "length"
+    return parsers.parse(x.text, style, cut=cut, tools=False, opened=opened).message()
+
+
+def _tools(own: Any) -> list[Mapping[str, Any]]:
+    kit = list(getattr(own, "tools", ()))
+    for one in kit:
+        if not (isinstance(one, Mapping) and isinstance((one.get("function") or {}).get("name"), str)):
+            raise TypeError(f"must be functions in OpenAI's format, with names, got {shown(one)}")
+    conversation.json_text("tools", kit)
+    return kit
+
+
+def _messages(what: str, seen: Any) -> list[dict[str, Any]]:
+    messages = [{"role": "user", "content": seen}] if isinstance(seen, str) else seen
+    try:
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError("it is neither")
+        conversation.check(messages)
+    except ValueError as error:
+        told = f"must return a text, or a list of messages, got {shown(seen)}; {' '.join(str(error).split())}"
+        raise Failed(f"{what} {told}") from error
+    return [dict(one) for one in messages]
+
+
+def _stepped(result: Any) -> tuple[Any, Any, bool]:
+    if isinstance(result, list | tuple) and len(result) == 3 and isinstance(result[2], bool | np.bool_):
+        return result[0], result[1], bool(result[2])
+    raise Failed(f"step must return (observation, reward, whether it is done), got {shown(result)}")
+
+
+def _reward(session: Session, value: Any) -> None:
+    try:
+        session.set_reward(value)
+    except ValueError as error:
+        raise Failed(f"step: {error}") from error

@@ -1,0 +1,190 @@
+"""`--env`: what it expands into, what it refuses, its rows, and a run that goes on."""
+
+import itertools
+import json
+import re
+
+import pytest
+import servers
+import tiny
+
+from areax.adapters import cli
+from areax.adapters.command_line import parse
+from areax.adapters.command_line.options import flat, replaced
+from areax.core.losses import GRPO
+from areax.core.optim import Optimizer
+from areax.recipes import eval, grpo
+from areax.recipes.shared import environments
+from areax.rollout import object_path
+from areax.rollout.types import Sampling
+
+WORLDS = """
+import asyncio
+
+class Sum:
+    made = []
+    def __init__(self, digits=1):
+        self.digits = digits
+    def reset(self, row):
+        Sum.made.append(row["seed"])
+        self.left = 2
+        return f"{row['seed'] % 10}+1"
+    def step(self, message):
+        self.left -= 1
+        return "2+2", float(len(message["content"]) > self.digits), not self.left
+
+class Own(Sum):
+    @staticmethod
+    def rows(split, digits=1):
+        return [{"seed": n, "digits": digits, "split": split} for n in range(3)]
+
+class Flow(Sum):
+    @staticmethod
+    def rows(split, **options):
+        yield from Own.rows(split, **options)
+
+class Full(Sum):
+    def reset(self, row):
+        raise RuntimeError("no\\nroom")
+
+class Counter:
+    def reset(self, **row):
+        self.count = 0
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+    def get_reward(self):
+        return self.count
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("env") / "my_env.py"
+    path.write_text(WORLDS)
+    return path
+
+
+def options(config):
+    given = flat(environments.expanded(config))
+    assert given.reward == environments.REWARD and given.workflow == environments.PLAY
+    return json.loads(given.workflow_options)
+
+
+def test_env_stands_for_rows_a_reward_and_a_workflow(file):
+    words = ["--model", "m", "--env", "textarena:Nim-v0", "--env-options", '{"max_turns": 3, "turns": 4}']
+    want = {
+        "world": "areax.adapters.environments.textarena:World", "name": "textarena:Nim-v0",
+        "options": {"name": "Nim-v0", "max_turns": 3}, "turns": 4,
+    }  # fmt: skip
+    for recipe, more in ((grpo, []), (eval, ["--limit", "9"])):
+        config = parse.parse(recipe.Config, [*words, *more], "x")
+        assert options(config) == want
+        assert environments.expanded(environments.expanded(config)) == environments.expanded(config)
+    config = grpo.Config("m", "", "", env=f"{file}:Sum")
+    assert options(config) == {"world": f"{file}:Sum", "name": f"{file}:Sum", "options": {}}
+    config = grpo.Config("m", "rows.jsonl", "", env=f"{file}:Counter", env_options='{"start": 1}')
+    assert options(config)["world"] == "areax.rollout.workflows.tool_class:World"
+    assert options(config)["options"] == {"make": f"{file}:Counter", "start": 1}
+    config = grpo.Config("m", "d", "r")
+    assert environments.expanded(config) is config
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("--env textarena:X --data d", "leave out --data, got d"),
+        ("--env my.py:X --reward a:b", "leave out --reward, got a:b"),
+        ("--env my.py:X --workflow a:b", "leave out --workflow, got a:b"),
+        ("--env my.py:X --workflow-options {}", "leave out --workflow-options, got {}"),
+        ("--env my.py:X --max-prompt 9", "leave out --max-prompt, got 9"),
+        ("--env my.py:X --env-options 3", "--env-options must be a JSON object"),
+        ('--data d --reward r --env-options {"a":1}', "--env-options is for an environment, --env, got"),
+        ("--data d", "needs --reward"),
+    ],
+)
+def test_options_that_do_not_go_with_env_are_refused(capsys, words, line):
+    assert cli.main(["train", "grpo", "--model", "m", *words.split()]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert line in said, said
+
+
+def test_an_evaluation_needs_a_limit(capsys):
+    assert cli.main(["eval", "--model", "m", "--env", "textarena:X"]) == 2
+    assert "--env textarena:X needs --limit, how many of its tasks to evaluate on, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nothing", "my_env.py", "textarena", "{file}:Sun"])
+def test_an_env_that_is_none_is_named(file, name):
+    name = name.format(file=file)
+    with pytest.raises(ValueError, match=f"^--env {re.escape(name)}: must be openenv:NAME, .* or a class, FILE"):
+        environments.named(name, "")
+
+
+def test_rows_are_seeds_unless_the_class_has_its_own(file):
+    few = lambda rows: list(itertools.islice(rows, 2))
+    seeds = environments.rows(f"{file}:Sum", "", "train")
+    assert few(seeds) == few(seeds) == [{"seed": 0}, {"seed": 1}]  # it starts anew
+    assert environments.first("textarena:X", "", 2) == [{"seed": 2**30}, {"seed": 2**30 + 1}]
+    own = environments.rows(f"{file}:Own", '{"digits": 4, "turns": 2}', "train")
+    assert own[2] == {"seed": 2, "digits": 4, "split": "train"}
+    flow = environments.rows(f"{file}:Flow", '{"digits": 4}', "train")
+    assert list(flow) == list(flow) == own
+    assert environments.heldout(f"{file}:Own", "", "env:2")[1] == {"seed": 1, "digits": 1, "split": "eval"}
+    assert environments.heldout("", "", "rows.jsonl") is None
+    for env, source in (("", "env:3"), ("textarena:X", "env"), ("textarena:X", "env:0")):
+        with pytest.raises(ValueError, match=f"--heldout env:N needs --env, and N, .* got {source}"):
+            environments.heldout(env, "", source)
+
+
+def run(place, file, env="Sum"):
+    base = grpo.Config(str(place / "model"), "", "", env=f"{file}:{env}", env_options='{"digits": 2}')
+    return replaced(
+        base, out=str(place / "run"), groups=2, group_size=2, max_concurrent=4, length=64, rows=2, eta=0, steps=2,
+        servers=((place / "url").read_text(),), sampling=Sampling(max_new_tokens=4), heldout=("env:3",),
+        objective=GRPO(advantage={"std": "none"}), optim=Optimizer(lr=1e-3), save_every=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("place")
+    tiny.model(path / "model")
+    with servers.embedded(path / "model", slots=8, context=64) as remote:
+        (path / "url").write_text(remote.url)
+        yield path
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_an_environment_and_goes_on(place, file):
+    """Stopped after a step and run again, it meets the same tasks and makes the same weights."""
+    made = object_path.load_object(f"{file}:Sum").made
+    done = grpo.main(run(place, file))
+    assert done["complete"] and done["heldout_rows"] == 3 and 0 <= done["accuracy"] <= 2
+    asked = {seed for seed in made if seed < environments.HELDOUT}
+    assert {0, 1, 2, 3} <= asked and {2**30, 2**30 + 1, 2**30 + 2} == {*made} - asked
+    tiny.cut_off(place / "run", place / "again", 1)
+    made.clear()
+    done = grpo.main(replaced(run(place, file), out=str(place / "again")))
+    assert done["complete"] and min(set(made) - {0}) == 2  # 0 was only tried before the run
+    weights = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("run", "again")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_an_evaluation_plays_an_environment(place, file):
+    config = eval.Config(
+        str(place / "model"), "", "", env=f"{file}:Sum", limit=3, servers=((place / "url").read_text(),),
+        sampling=Sampling(max_new_tokens=4, temperature=0.0), out=str(place / "eval"),
+    )  # fmt: skip
+    done = eval.main(config)
+    assert done["rows"] == 3 and done["unscorable"] == 0
+    lines = [json.loads(line) for line in (place / "eval" / "answers.jsonl").read_text().splitlines()]
+    assert [line["row"] for line in lines] == [{"seed": 2**30 + n} for n in range(3)]
+
+
+@pytest.mark.slow
+def test_an_environment_that_cannot_begin_ends_a_run_before_it_starts(place, file):
+    with pytest.raises(ValueError, match=r"Full cannot begin: reset: RuntimeError: no room; row {'seed': 0}$"):
+        grpo.main(replaced(run(place, file, env="Full"), out=str(place / "full")))
+    assert not (place / "full").exists()

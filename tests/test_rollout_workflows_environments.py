@@ -1,0 +1,320 @@
+"""Worlds with a scripted policy: what it sees, what is trained on, and worlds that raise, hang or say nonsense."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from fidelity import SAMPLING, Policy, exact
+from gateways import CALL, FUNCTION, TOKENS
+
+from areax.rollout import object_path
+from areax.rollout.errors import ServerError
+from areax.rollout.workflows import environments, failures, resolve
+
+
+def loaded(world):
+    """The class as a run loads it, by its path."""
+    return object_path.load_object(f"{__file__}:{world.__name__}")
+
+
+def play(policy, world, row=None, **options):
+    name = f"{__file__}:{world.__name__}"
+    how = dict(tokenizer=TOKENS, sampling=SAMPLING, world=name, **options)
+    return asyncio.run(environments.play(policy, row or {"from": 3}, **how))
+
+
+class Countdown:
+    """The right answer is the number below the last observation."""
+
+    closed = 0
+
+    def __init__(self, reward=1.0):
+        self.reward = reward
+
+    async def reset(self, row):
+        self.left = row["from"]
+        return str(self.left)
+
+    def step(self, message):
+        assert threading.current_thread() is not threading.main_thread(), "a plain function runs in a thread"
+        right = message["content"] == str(self.left - 1)
+        self.left -= 1
+        return str(self.left), right * self.reward, self.left == 0
+
+    def close(self):
+        type(self).closed += 1
+
+
+def test_a_world_rewards_each_answer():
+    policy, before = Policy("2", "x", "0"), loaded(Countdown).closed
+    [sample] = samples = play(policy, Countdown, options={"reward": 2.0})
+    ends = [i for i in np.flatnonzero(sample.tokens == TOKENS.eos_token_id) if sample.mask[i]]
+    assert sample.rewards == tuple(zip(ends, (2.0, 0.0, 2.0), strict=True)) and exact(policy, samples)
+    assert [text.rsplit("user\n", 1)[1][0] for text in policy.heard] == ["3", "2", "1"]
+    assert loaded(Countdown).closed == before + 1
+
+
+def test_an_episode_ends_after_its_turns():
+    policy = Policy("2")
+    [sample] = play(policy, Countdown, {"from": 10**6}, turns=3)
+    assert len(policy.said) == 3 and sample.reward == 0.0
+    with pytest.raises(ValueError, match="turns: must be an integer of at least 1, got 0"):
+        play(policy, Countdown, turns=0)
+
+
+class Adder:
+    """A world with a tool, messages of its own, named rewards, and a reward at the end alone."""
+
+    tools = ({"type": "function", "function": FUNCTION},)
+
+    def reset(self, row):
+        return [{"role": "system", "content": "You add."}, {"role": "user", "content": "1 + 2.5?"}]
+
+    def step(self, message):
+        calls = message.get("tool_calls", ())
+        if not calls:
+            return "", {"right": float(message["content"] == "3.5"), "bonus": 0.5}, True
+        value = str(sum(json.loads(calls[0]["function"]["arguments"]).values()))
+        self.tools = ()  # read before each answer
+        return [{"role": "tool", "tool_call_id": calls[0]["id"], "content": value}], None, False
+
+
+def test_a_world_has_tools_and_messages():
+    policy = Policy(CALL, "3.5")
+    samples = play(policy, Adder)
+    assert exact(policy, samples) and {sample.reward for sample in samples} == {1.5}
+    assert samples[0].components == {"right": 1.0, "bonus": 0.5}
+    assert "You add." in policy.heard[0] and '"name": "add"' in policy.heard[0]
+    assert '"name": "add", "desc' not in policy.heard[1] and "tool\n3.5<|im_end|>" in policy.heard[1]
+
+
+class Thoughtful(Countdown):
+    def step(self, message):
+        self.left -= 1
+        same = (message["reasoning_content"], message["content"]) == ("[5]?", "[7]")
+        return "next", {"same": float(same)}, not self.left
+
+
+def test_reasoning_is_not_what_a_world_reads():
+    policy = Policy("<think>\n[5]?\n</think>\n\n[7]")
+    [sample] = samples = play(policy, Thoughtful)
+    assert exact(policy, samples) and sample.components == {"same": 3.0}
+    assert policy.heard[1].count("<think>") == 1  # the conversation has the answer as it was written
+
+
+class Silent(Countdown):
+    def step(self, message):
+        return "again", None, False
+
+
+def test_an_episode_without_a_reward_has_none():
+    [sample] = play(Policy("hm"), Silent, turns=2)
+    assert sample.reward == 0.0
+
+
+class Unsure(Countdown):
+    def step(self, message):
+        return "again", math.nan, True
+
+
+def test_a_world_may_say_that_it_cannot_score():
+    [sample] = play(Policy("hm"), Unsure)
+    assert math.isnan(sample.reward)
+
+
+class Raising(Countdown):
+    def step(self, message):
+        return OSError("the board\nis gone") if self.left == 2 else super().step(message)
+
+
+class Broken(Countdown):
+    def step(self, message):
+        if self.left == 2:
+            raise OSError("the board\nis gone")
+        return super().step(message)
+
+
+class Hanging(Countdown):
+    def step(self, message):
+        time.sleep(5)
+
+
+class Nameless(Countdown):
+    def step(self, message):
+        return {"text": "3"}, 1.0, False
+
+
+class Rich(Countdown):
+    def step(self, message):
+        return "3", "much", False
+
+
+class Told(Countdown):
+    """Returns what the row says, from `reset` or from `step`."""
+
+    def reset(self, row):
+        self.tools = row.get("tools", ())
+        self.next = row["seen"]
+        return "begin" if row.get("later") else self.next
+
+    def step(self, message):
+        return self.next, 1.0, False
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        3, b"x", [], [3], [{"role": "user"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": [3]}],
+        [{"role": "user", "content": {"a": 1}}], [{"role": "assistant", "content": "x", "tool_calls": 3}],
+        [{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": "user", "content": "x", "a": {1, 2}}],
+        "half a pair: \ud800", [{"role": "user", "content": float("nan")}],
+    ],
+)  # fmt: skip
+def test_nonsense_is_never_a_prompt(seen, caplog):
+    with pytest.raises(ServerError, match="Told cannot begin: reset must return a text, or a list of messages, got "):
+        play(Policy("x"), Told, {"seen": seen})
+    [sample] = play(Policy("x"), Told, {"seen": seen, "later": True})
+    assert math.isnan(sample.reward) and "failed: step must return a text, or a list of messages, got " in caplog.text
+
+
+@pytest.mark.parametrize("tools", [3, ["x"], [{"function": 3}], [{"type": "function"}], [{"function": {"name": 3}}]])
+def test_tools_that_are_none_cost_an_episode(tools, caplog):
+    assert play(Policy("x"), Told, {"seen": "Hi", "tools": tools}) is None
+    assert "Told failed: tools: " in caplog.text and caplog.text.count("\n") == 1
+
+
+class Leaky(Countdown):
+    def close(self):
+        raise OSError("still open")
+
+
+@pytest.mark.parametrize(
+    "world, line",
+    [
+        (Broken, "failed: step: OSError: the board is gone; row {'from': 3}"),
+        (Raising, "failed: step must return (observation, reward, whether it is done), got OSError('the board"),
+        (Hanging, "failed: step must return within step_timeout_s, 0.1 s, and did not; raise it in --env-options; row"),
+        (Nameless, "failed: step must return a text, or a list of messages, got {'text': '3'}; it is neither; row"),
+        (
+            Rich,
+            "failed: step: a reward must be a number, a dict of numbers, a list of (end, reward) pairs or None",
+        ),
+    ],
+)
+def test_a_world_that_fails_costs_its_episode_and_a_line(world, line, caplog):
+    policy, before = Policy("2", "1"), loaded(world).closed
+    samples = play(policy, world, step_timeout_s=0.1, name="mine")
+    assert all(math.isnan(sample.reward) for sample in samples) and exact(policy, samples)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"environment mine {line}" in caplog.text and loaded(world).closed == before + 1
+
+
+def test_a_world_that_cannot_be_closed_is_named(caplog):
+    [sample] = play(Policy("2", "1", "0"), Leaky)
+    assert sample.reward == 3.0 and "Leaky: close: OSError: still open" in caplog.text
+
+
+class Unmade(Countdown):
+    def __init__(self):
+        raise ImportError("No module named 'game'")
+
+
+class Full(Countdown):
+    async def reset(self, row):
+        raise RuntimeError("capacity reached")
+
+
+class Endless(Countdown):
+    async def reset(self, row):
+        await asyncio.sleep(5)
+
+
+class Mute(Countdown):
+    async def reset(self, row):
+        return None
+
+
+@pytest.mark.parametrize(
+    "world, line",
+    [
+        (Unmade, "its constructor: ImportError: No module named 'game'"),
+        (Full, "reset: RuntimeError: capacity reached"),
+        (Endless, "reset must return within step_timeout_s, 0.1 s"),
+        (Mute, "reset must return a text, or a list of messages, got None; it is neither"),
+    ],
+)
+def test_a_world_that_cannot_begin_is_tried_again_as_a_failing_server_is(world, line):
+    with pytest.raises(ServerError) as failed:
+        play(Policy("2"), world, step_timeout_s=0.1)
+    assert f"{world.__name__} cannot begin: {line}" in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_many_failures_in_a_row_end_the_run_with_their_line():
+    options = {"world": f"{__file__}:Broken", "name": "mine"}
+
+    async def run(rows):
+        how = dict(tokenizer=TOKENS, reward=None, sampling=SAMPLING, options=options)
+        async with resolve.bind("areax.rollout.workflows.environments:play", **how) as workflow:
+            return [await workflow(Policy("2", "1", "0"), {"from": n}) for n in rows]
+
+    good, bad = 1, 3
+    asyncio.run(run([*[bad] * (failures.MOST - 1), good, *[bad] * (failures.MOST - 1)]))
+    with pytest.raises(
+        ValueError, match="^environment mine: failed 16 times in a row; the last time: step: OSError: the"
+    ):
+        asyncio.run(run([bad] * failures.MOST))
+
+
+def test_a_prompt_that_does_not_fit_is_left_out(caplog):
+    async def generate(prompt, **sampling):
+        raise ValueError("the prompt is longer than the context")
+
+    assert play(generate, Countdown) is None
+    assert "its first observation cannot be a prompt: the prompt is longer than the context" in caplog.text
+
+
+class Slow(Countdown):
+    def step(self, message):
+        time.sleep(0.2)
+        return "", 1.0, True
+
+
+def test_a_world_blocks_no_other():
+    async def together():
+        how = dict(tokenizer=TOKENS, sampling=SAMPLING, world=f"{__file__}:Slow")
+        begun = time.monotonic()
+        await asyncio.gather(*(environments.play(Policy("2"), {"from": 3}, **how) for _ in range(16)))
+        return time.monotonic() - begun
+
+    assert asyncio.run(together()) < 16 * 0.2 / 2
+
+
+@pytest.mark.parametrize(
+    "world, how, line",
+    [
+        (Countdown, {}, ""),
+        (Adder, {}, ""),
+        (Full, {}, "Full cannot begin: reset: RuntimeError: capacity reached; row {'from': 3}"),
+        (
+            Countdown,
+            {"options": {"rewards": 1}},
+            "cannot begin: its constructor: TypeError: Countdown.__init__() got an",
+        ),
+        (Countdown, {"turns": 0}, "turns: must be an integer of at least 1, got 0"),
+        (Adder, {"style": "plain"}, "Adder has tools: style must be a format of calls, qwen, "),
+    ],
+)
+def test_an_environment_is_tried_before_a_run(world, how, line):
+    closed = loaded(Countdown).closed, loaded(Full).closed
+    tried = environments.check(f"{__file__}:{world.__name__}", {"from": 3}, tokenizer=TOKENS, **how)
+    with pytest.raises(ValueError, match=re.escape(line)) if line else contextlib.nullcontext():
+        asyncio.run(tried)
+    now = loaded(Countdown).closed, loaded(Full).closed
+    assert now == (closed[0] + (world is Countdown and not how), closed[1] + (world is Full))
