@@ -10,12 +10,13 @@ sum of their ranks, with a block-diagonal B; of any other B each part gets its r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from .runtime.atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LARGEST = float(np.finfo(np.float32).max)
+HIGHEST = 2**20  # rank; matrices have none that is higher
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 # Names that PEFT takes for experts and routers anywhere in an MoE model.
@@ -241,21 +243,40 @@ def verify(path: str | os.PathLike) -> dict | None:
     Raises:
       ValueError: it does not match the manifest, or is not a directory of adapters.
     """
+    return _read(_complete(path))[2]
+
+
+def read_options(path: str | os.PathLike) -> dict:
+    """The adapter_config.json of a directory of adapters, compared with its manifest.json, as `verify`."""
     path = _complete(path)
-    return _verified(path, safetensors.read(path / WEIGHTS))
+    return _options(path, hf.read_manifest(path, safetensors.read(path / WEIGHTS)))
 
 
-def _verified(path: Path, stored: Mapping[str, np.ndarray]) -> dict | None:
-    if not (path / hf.MANIFEST).is_file():
-        return None
-    manifest = hf.read_json(path / hf.MANIFEST)
-    try:
-        hf.compare(path, manifest, stored)
-        if xxhash.xxh3_128_hexdigest((path / CONFIG).read_bytes()) != manifest.get("config"):
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict, dict | None]:
+    """(tensors, options, manifest), each of one reading, which match: the directory may be replaced meanwhile."""
+    stored = safetensors.read(path / WEIGHTS)
+    manifest = hf.read_manifest(path, stored)
+    if manifest is not None:
+        with _or_without():
+            hf.compare(path, manifest, stored)
+    return stored, _options(path, manifest), manifest
+
+
+def _options(path: Path, manifest: Mapping | None) -> dict:
+    text = hf.read_bytes(path / CONFIG)
+    if manifest is not None and xxhash.xxh3_128_hexdigest(text) != manifest.get("config"):
+        with _or_without():
             raise ValueError(f"{path}: {CONFIG} does not match {hf.MANIFEST}; copy the checkpoint again")
+    return hf.json_object(text, path / CONFIG)
+
+
+@contextlib.contextmanager
+def _or_without() -> Iterator[None]:
+    """Says what else helps where adapters do not match their manifest."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"{error}, or delete {hf.MANIFEST} if the adapters were changed on purpose") from None
-    return manifest
 
 
 def host_copy(config, adapters, spec: lora.Lora):
@@ -275,18 +296,18 @@ def load(path: str | os.PathLike, config, mesh=None):
         missing, unexpected or misshapen tensors, or numbers that are not finite, by name.
     """
     path, config = _complete(path), wrappers.in_module(config)
-    stored = safetensors.read(path / WEIGHTS)
-    _verified(path, stored)
-    options = hf.read_json(path / CONFIG)
+    stored, options, _ = _read(path)
     base = models.table(config)
     fused = {"gate_up_proj", *(key.split(".")[-2] for key in _modules(base, config.prefix))}
     _check_options(options, f"{path / CONFIG}", set(map(_pattern, fused)))
     _check_targets(options, stored, config, f"{path / CONFIG}")
     for key, tensor in stored.items():
         if tensor.ndim != 2:
-            raise ValueError(f"{path}: {key} must be a matrix, got {list(tensor.shape)}; copy the adapters again")
+            raise ValueError(f"{path}: {key:.200} must be a matrix, got {list(tensor.shape)}; copy the adapters again")
         if bad := safetensors.count_nonfinite(tensor):
-            raise ValueError(f"{path}: {bad} of the {tensor.size} numbers of {key} are not finite; use other adapters")
+            raise ValueError(
+                f"{path}: {bad} of the {tensor.size} numbers of {key:.200} are not finite; use other adapters"
+            )
     rslora, rank, alpha = bool(options.get("use_rslora")), options["r"], float(options["lora_alpha"])
     tensors = _as_in_files(_split_experts(stored, base, str(path)), base, config.prefix)
     tensors = _split_parts(tensors, base, config.prefix, rank, str(path))
@@ -299,7 +320,7 @@ def load(path: str | os.PathLike, config, mesh=None):
     found = {_name(leaf)[:-2] for leaf in param.leaf_list(_apart(lora.table(base, spec))) if present(leaf)}
     names = tuple(name for name in lora.targets(base, spec) if name in found)
     if not names:
-        raise ValueError(f"{path / WEIGHTS}: must hold adapters of a {config.family}, got {', '.join([*tensors][:3])}")
+        raise ValueError(f"{path / WEIGHTS}: must hold adapters of a {config.family}, got {hf.listed([*tensors])}")
     spec = dataclasses.replace(spec, targets=names)
     table = _apart(lora.table(base, spec))
     keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in param.leaf_list(table)}
@@ -338,7 +359,9 @@ def _name(leaf: param.Leaf) -> str:
 
 
 def _holds_adapters(path: Path) -> bool:
-    return any((path / name).is_file() for name in (CONFIG, WEIGHTS))
+    """Whether a folder holds adapters, or what is left of some that `save` wrote."""
+    found = any((path / name).is_file() for name in (CONFIG, WEIGHTS))
+    return found or {"tensors", "config"} <= hf.left_manifest(path).keys()
 
 
 def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
@@ -421,20 +444,22 @@ def _gated(table: param.Table) -> bool:
 def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None:
     """Checks an adapter_config.json; modules that match the patterns `fused` may have a multiple of the rank."""
     if options.get("peft_type") != "LORA":
-        raise ValueError(f"{where}: peft_type must be LORA, got {options.get('peft_type')!r}")
+        raise ValueError(f"{where}: peft_type must be LORA, got {options.get('peft_type')!r:.80}")
     rank, alpha, rslora = options.get("r"), options.get("lora_alpha"), options.get("use_rslora")
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"{where}: r, the rank, must be a whole number above 0, got {rank!r:.80}")
+    if type(rank) is not int or not 0 < rank <= HIGHEST:
+        raise ValueError(f"{where}: r, the rank, must be a whole number above 0, at most {HIGHEST}, got {rank!r:.80}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= LARGEST:
         raise ValueError(f"{where}: lora_alpha must be a number above 0 that float32 holds, got {alpha!r:.80}")
     if rslora is not None and type(rslora) is not bool:
         raise ValueError(f"{where}: use_rslora must be true or false, got {rslora!r:.80}")
     for name, value in options.items():
         if name not in FREE and value and not (name == "bias" and value == "none"):
-            raise ValueError(f"{where}: {name} is not implemented, got {value!r}; merge these adapters with PEFT")
+            raise ValueError(
+                f"{where}: {name:.80} is not implemented, got {value!r:.80}; merge these adapters with PEFT"
+            )
     if options.get("init_lora_weights", True) not in (True, False, "gaussian"):
         raise ValueError(
-            f"{where}: init_lora_weights must be true, false or 'gaussian', got {options['init_lora_weights']!r}; "
+            f"{where}: init_lora_weights must be true, false or 'gaussian', got {options['init_lora_weights']!r:.80}; "
             "others may change the base; merge these adapters with PEFT"
         )
     ranks, alphas = options.get("rank_pattern") or {}, options.get("alpha_pattern") or {}
@@ -443,8 +468,8 @@ def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None
     )
     if not known or alphas != {name: _raised(alpha, n // rank, bool(rslora)) for name, n in ranks.items()}:
         raise ValueError(
-            f"{where}: all weights must have the same rank and alpha, got rank_pattern {ranks} and alpha_pattern "
-            f"{alphas}; merge these adapters with PEFT"
+            f"{where}: all weights must have the same rank and alpha, got rank_pattern {ranks!r:.80} and "
+            f"alpha_pattern {alphas!r:.80}; merge these adapters with PEFT"
         )
 
 

@@ -137,11 +137,12 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     held = {file: _read_file(path / file) for file in files}
     for name, file in places.items():
         if name not in held[file]:
-            raise ValueError(f"{path / file}: lacks {name}, listed there in {INDEX}; copy the checkpoint again")
+            raise ValueError(f"{path / file}: lacks {name:.200}, listed there in {INDEX}; copy the checkpoint again")
     for file in files:
         if twice := [name for name in held[file] if places.get(name, file) != file]:
             raise ValueError(
-                f"{path / file}: holds {twice[0]}, which {INDEX} lists in {places[twice[0]]}; copy the checkpoint again"
+                f"{path / file}: holds {twice[0]:.200}, which {INDEX} lists in {places[twice[0]]}; copy the checkpoint "
+                "again"
             )
     return {name: held[file][name] for name, file in places.items()}
 
@@ -164,7 +165,9 @@ def _shards_of(path: Path) -> dict[str, str]:
         places = json.loads((path / INDEX).read_bytes())["weight_map"]
         files = set(places.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path / INDEX}: not an index of shards ({error!r}); copy the checkpoint again") from error
+        raise ValueError(
+            f"{path / INDEX}: not an index of shards ({line(error)}); copy the checkpoint again"
+        ) from error
     for file in files:
         # A downloaded index must not make other files of this machine part of what is read, copied and served.
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
@@ -172,6 +175,11 @@ def _shards_of(path: Path) -> dict[str, str]:
                 f"{path / INDEX}: a shard must be a file beside the index, got {file!r:.80}; copy the checkpoint again"
             )
     return places
+
+
+def line(error: Exception) -> str:
+    """An exception in a few words: the repr of one about characters has the whole text."""
+    return f"{type(error).__name__}: {error!s:.80}"
 
 
 def forget(tensor: np.ndarray) -> None:
@@ -329,9 +337,9 @@ def _put_hashed(file, data: memoryview) -> str:
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
-    total = path.stat().st_size
     short = f"{path}: half-written or damaged"
     with open(path, "rb") as file:
+        total = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or 8 + length > total:
             raise ValueError(f"{short}, {total} bytes do not hold the header; copy the checkpoint again")
@@ -346,23 +354,25 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
                 start, stop = map(int, entry["data_offsets"])
                 places[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{short}, its header is not a safetensors header ({error!r}); copy it again") from error
+        raise ValueError(f"{short}, its header is not a safetensors header ({line(error)}); copy it again") from error
     held = total - 8 - length
     needed = max((stop for _, _, _, stop in places.values()), default=0)
     if needed != held:
-        raise ValueError(f"{short}, its header lists {needed} bytes of tensors, got {held}; copy it again")
+        raise ValueError(f"{short}, its header lists {needed!s:.80} bytes of tensors, got {held}; copy it again")
     spans = sorted((start, stop) for _, _, start, stop in places.values())
     if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), held]:
         raise ValueError(f"{short}, its tensors overlap or leave gaps; copy it again")
     tensors = {}
     for name, (dtype, shape, start, stop) in places.items():
         if dtype not in DTYPES:
-            raise ValueError(f"{path}: dtype of {name} must be one of {', '.join(DTYPES)}, got {dtype}")
+            raise ValueError(f"{path}: dtype of {name:.200} must be one of {', '.join(DTYPES)}, got {dtype:.80}")
         if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or min(start, *shape, 0) < 0:
-            raise ValueError(f"{short}, {name} of {dtype}{list(shape)} is at [{start}, {stop}); copy it again")
+            raise ValueError(
+                f"{short}, {name:.200} of {dtype}{list(shape)!r:.80} is at [{start}, {stop}); copy it again"
+            )
         flat = np.frombuffer(data, DTYPES[dtype], math.prod(shape), 8 + length + start)
         try:
             tensors[name] = flat.reshape(shape)
         except (ValueError, OverflowError) as error:  # more axes, or longer ones, than numpy supports
-            raise ValueError(f"{path}: {name} of {dtype}{list(shape)!r:.80} cannot be read ({error})") from error
+            raise ValueError(f"{path}: {name:.200} of {dtype}{list(shape)!r:.80} cannot be read ({error})") from error
     return tensors

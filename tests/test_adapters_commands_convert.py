@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from areax import models
 from areax.adapters import hf, peft, safetensors, tokenizer
-from areax.adapters.commands import convert, dcp, extract, files
+from areax.adapters.commands import convert, dcp, extract, files, inspect
 from areax.models import lora
 
 
@@ -104,6 +104,26 @@ def test_the_base_of_adapters_may_be_named(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "wide", "large"}
     convert.convert(folder, tmp_path / "new", merge=True, base=str(base), shard_size="20kB")
     assert len([*(tmp_path / "new").glob("*.safetensors")]) > 2
+
+
+def test_a_base_that_cannot_be_named_is_said_in_one_line(tmp_path):
+    """Too long a name, no file that can be read; and a name that is not the one that was written."""
+    base, config = saved(tmp_path / "base")
+    folder = adapters(tmp_path / "adapter", config, base)
+    about = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").write_text(about.replace("base", "bare"))
+    with pytest.raises(ValueError, match=r"adapter_config.json does not match manifest.json; copy"):
+        convert.convert(folder, tmp_path / "new", merge=True)
+    assert "does not match manifest.json" in inspect.inspect(folder)["merge"]
+    (folder / "manifest.json").unlink()
+    for name in ("x" * 5000, "/proc/self/mem", str(tmp_path / "x\0")):
+        (folder / "adapter_config.json").write_text(json.dumps(json.loads(about) | {"base_model_name_or_path": name}))
+        with pytest.raises(
+            ValueError, match=r"adapter: needs its base model, .* \(.*\); name a copy with --base$"
+        ) as said:
+            convert.convert(folder, tmp_path / "new", merge=True)
+        assert len(str(said.value)) < 1000
+        assert inspect.inspect(folder)["merge"] == "its base is not here"
 
 
 def test_merged_adapters_have_the_tokenizer_that_they_were_trained_with(tmp_path):

@@ -89,6 +89,9 @@ def test_what_areax_cannot_use_is_described_with_the_reason(model, tmp_path):
     options = json.loads((lacking / "config.json").read_text())
     (lacking / "config.json").write_text(json.dumps(options | {"model_type": "mamba"}))
     assert "mamba" in inspect.inspect(lacking)["train"] and inspect.inspect(lacking)["bytes"]
+    for odd in (dict(text_config=5), dict(quantization_config=[5])):
+        (lacking / "config.json").write_text(json.dumps(options | odd))
+        assert inspect.inspect(lacking)["quantised"] == "no"
     with pytest.raises(ValueError, match="must be a checkpoint, adapters or a run"):
         inspect.inspect(tmp_path)
 
@@ -108,6 +111,16 @@ def test_adapters_and_a_run(model, tmp_path):
     assert report["base"] == str(model) and report["merge"] == "yes" and report["version"] is None
     peft.save(tmp_path / "adapter", config, drawn, spec, base="somewhere/else")
     assert inspect.inspect(tmp_path / "adapter")["merge"] == "its base is not here"
+    about = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter/manifest.json").unlink()
+    for changes, targets in (
+        (dict(target_modules=5), ["5"]),
+        (dict(target_modules="all-linear"), ["all-linear"]),
+        (dict(target_parameters=[1]), ["1", "q_proj", "v_proj"]),
+        (dict(target_parameters=5, target_modules={"a": 1}), ["5", "{'a': 1}"]),
+    ):
+        (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(about | changes))
+        assert inspect.inspect(tmp_path / "adapter")["targets"] == targets
     run = tmp_path / "run"
     with orbax.open_store(run / "state") as store:
         store.save(4, {"w": jnp.ones(3)}, {"recipe": "sft"})

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import tracemalloc
 
 import jax
@@ -17,8 +18,9 @@ import transformers
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
-from areax.adapters.commands import convert
+from areax.adapters.commands import convert, inspect
 from areax.adapters.hf import reading, saving
+from areax.rollout.engine.server import published_label
 from areax.rollout.servers.labels import read_label
 from areax.rollout.weights import store
 
@@ -165,8 +167,24 @@ def test_a_checkpoint_that_does_not_match_its_manifest_is_refused(tmp_path):
     (path / "manifest.json").write_text('{"a":' * 10**5)
     with pytest.raises(ValueError, match="manifest.json: damaged or half-written JSON"):
         hf.load(path)
+    (path / "manifest.json").write_bytes(b" " * 2**22)
+    with pytest.raises(ValueError, match=r"manifest.json: must have at most \d{7} bytes, got more; copy"):
+        hf.load(path)
     (path / "manifest.json").unlink()
     hf.load(path)
+
+
+def test_what_is_no_file_does_not_pass_for_no_manifest(tmp_path):
+    path = hf.save(tmp_path / "model", *made())
+    manifest = path / "manifest.json"
+    for make in (manifest.mkdir, lambda: os.mkfifo(manifest), lambda: manifest.symlink_to("gone")):
+        shutil.rmtree(manifest) if manifest.is_dir() else manifest.unlink()
+        make()
+        for read in (hf.load, hf.verify, inspect.inspect, published_label, lambda path: read_label(manifest)):
+            with pytest.raises(
+                ValueError, match="manifest.json: must be a file, got a folder, a pipe or a link without"
+            ):
+                read(path)
 
 
 def test_a_fingerprint_tells_any_number(tmp_path):

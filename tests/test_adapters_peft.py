@@ -1,6 +1,8 @@
 """LoRA adapters in PEFT's format: the same logits and gradients both ways, also for the merged model."""
 
+import builtins
 import dataclasses
+import io
 import json
 import os
 from functools import cache, partial
@@ -332,6 +334,39 @@ def rewrite(path, tensors):
     safetensors.write_file(path / "adapter_model.safetensors", entries, tensors.values())
 
 
+def test_two_exports_are_never_mixed(base, tmp_path, monkeypatch):
+    """The folder becomes another, with another scale, before any of its files is opened."""
+    config, _ = base("qwen2")
+    for seed, alpha in enumerate((4, 64)):
+        spec = lora.Lora(rank=2, alpha=alpha, targets=("q",))
+        tree = tiny.weights(lora.table(models.table(config), spec), 1.0, seed)
+        adapters_in_files.save(tmp_path / str(alpha), config, tree, spec)
+    first = lambda tree: np.asarray(jax.tree.leaves(tree)[0])
+    whole = {alpha: first(adapters_in_files.load(tmp_path / str(alpha), config)[1]) for alpha in (4, 64)}
+    point = lambda alpha: ((tmp_path / "next").symlink_to(str(alpha)), os.replace(tmp_path / "next", tmp_path / "now"))
+    own, opened = open, 0
+
+    def swapping(path, *args, **options):
+        nonlocal opened
+        if str(path).startswith(str(tmp_path / "now")):
+            opened += 1
+            if opened == at:
+                point(64)
+        return own(path, *args, **options)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", swapping)
+    for at in range(1, 5):
+        point(4)
+        opened = 0
+        try:
+            spec, tree = adapters_in_files.load(tmp_path / "now", config)
+            assert np.array_equal(first(tree), whole[spec.alpha]), at
+        except ValueError as error:
+            assert "does not match manifest.json; copy" in str(error)
+        assert opened in (3, at - 1, at)
+
+
 def test_adapters_that_changed_since_they_were_saved_are_refused(base, tmp_path):
     """One bit of a tensor, a name, or the scale; adapters without a manifest, as PEFT's, are read as they are."""
     config, _ = base("qwen2")
@@ -541,20 +576,34 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         adapters_in_files.load(tmp_path, config)
     adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
     adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)  # replaces an adapter
-    for name in ("adapter_model.safetensors", "adapter_config.json"):  # or what is left of one
-        (tmp_path / name).unlink()
+    parts = "adapter_model.safetensors", "adapter_config.json"
+    for names in (*((name,) for name in parts), parts):  # or what is left of one
+        for name in names:
+            (tmp_path / name).unlink()
         adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
+    tiny.model(tmp_path / "model")
+    for name in ("", "config.json", "model.safetensors"):  # or of a checkpoint, which is not replaced
+        (tmp_path / "model" / name).unlink() if name else None
+        with pytest.raises(ValueError, match="contains files other than"):
+            adapters_in_files.save(tmp_path / "model", config, drawn(config, spec), spec)
     (tmp_path / "manifest.json").unlink()
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     for changes, said in (
         (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
+        (dict(peft_type="x" * 10**4), r"must be LORA, got 'x{79}$"),
+        ({"x" * 10**4: "y" * 10**4}, "x{80} is not implemented, got 'y{79}; merge"),
+        (dict(rank_pattern={"q_proj" * 10**4: 4}), r"got rank_pattern {'[q_proj]{78} and alpha_pattern {}; merge"),
+        (dict(init_lora_weights="p" * 10**4), "got 'p{79}; others"),
         (dict(use_dora=True), "use_dora is not implemented, got True; merge"),
         (dict(bias="all"), "bias is not implemented, got 'all'"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save is not implemented"),
         (dict(fan_in_fan_out=True), "fan_in_fan_out is not implemented"),
         (dict(rank_pattern={"q_proj": 4}), "must have the same rank and alpha, got rank_pattern {'q_proj': 4}"),
         (dict(init_lora_weights="pissa"), "got 'pissa'; others may change the base"),
-        *((dict(r=r), "adapter_config.json: r, the rank, must be a whole number above 0") for r in (0, True, 2.5, "2")),
+        *(
+            (dict(r=r), "adapter_config.json: r, the rank, must be a whole number above 0")
+            for r in (0, True, 2.5, "2", 10**9)
+        ),
         *(
             (dict(lora_alpha=alpha), "adapter_config.json: lora_alpha must be a number above 0 that float32 holds")
             for alpha in (0, True, "4", float("inf"), float("nan"), 10**400)
@@ -598,7 +647,7 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         ({k: x for k, x in tensors.items() if k != first}, f"missing {first}"),
         (tensors | {"base_model.model.lm_head.weight": tensors[first]}, "unexpected base_model.model.lm_head.weight"),
         ({k: x for k, x in tensors.items() if "layers.1" not in k}, "missing .*layers.1"),
-        ({"x": tensors[first]}, "must hold adapters of a qwen2, got x"),
+        ({"x" * 10**4: tensors[first]}, "must hold adapters of a qwen2, got x{200}$"),
         (tensors | {first: tensors[first].reshape(-1)}, f"{first} must be a matrix, got"),
         (tensors | {first: tensors[first] * np.float32("nan")}, f"numbers of {first} are not finite"),
     ):

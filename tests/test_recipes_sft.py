@@ -208,6 +208,28 @@ def test_a_complete_run_started_again_does_nothing(place, runs, capsys, monkeypa
     assert files() == before
 
 
+def test_a_complete_run_knows_its_own_exports(place, runs, capsys, monkeypatch):
+    """Those of another run, whole as they are, are written again, and once those of a version that kept no hashes."""
+
+    def loaded(*_):
+        raise ValueError("the model was loaded")
+
+    shutil.copytree(place / "whole", out := place / "swapped")
+    monkeypatch.setattr(sft.common, "open_model", loaded)
+    shutil.rmtree(out / "model")
+    shutil.copytree(place / "model", out / "model")
+    with pytest.raises(ValueError, match="^the model was loaded"):
+        sft.main(replace(runs[2], out=str(out)))
+    said = f"{out}/model: must be what the run exported, got another manifest.json; it is written again"
+    assert said in capsys.readouterr().err
+    shutil.rmtree(out)
+    shutil.copytree(place / "whole", out)
+    summary = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").write_text(json.dumps({**summary, "exports": {}}))
+    with pytest.raises(ValueError, match="^the model was loaded"):
+        sft.main(replace(runs[2], out=str(out)))
+
+
 @pytest.mark.long
 def test_a_complete_run_whose_model_is_damaged_or_gone_writes_it_again(place, runs, capsys):
     shutil.copytree(place / "whole", out := place / "harmed")

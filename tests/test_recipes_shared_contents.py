@@ -162,6 +162,25 @@ def test_what_is_replaced_in_place_is_refused_by_name(copied, change, where, wor
         checked()
 
 
+@pytest.mark.parametrize(
+    "change, what, used",
+    [(weights, "weights", True), (ends, "generation_config.json", False), (template, "chat template", False)],
+)
+def test_what_a_state_is_exported_with_is_that_of_its_run(copied, change, what, used):
+    """Weights count if they are used; a copy is as good."""
+    known = contents.of(started(), tokenizer.load("model"))
+    other = Path(shutil.copytree("model", "other"))
+    check = lambda: contents.check_start(known, other, tokenizer.load(other), weights=used, where="run")
+    check()
+    if not used:
+        weights(other)
+        check()
+    change(other)
+    said = f"^run: {what} of other must be as when the run began.*; name a copy of the former model with --base$"
+    with pytest.raises(ValueError, match=said):
+        check()
+
+
 def test_another_option_goes_on_unless_the_state_is_of_no_use_without_the_former(copied):
     other = shutil.copytree("model", "other")
     Path("other.py").write_text(REWARD.replace("1.0", "2.0"))

@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
+from areax.parallel.multihost import liveness
 from areax.recipes.shared import ending
 from areax.rollout import loop
 
@@ -40,6 +42,15 @@ def test_both_signals_at_once_ask_the_same(first, other, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 send(other)
             monkeypatch.undo()
+
+
+def test_no_state_is_promised_when_another_process_has_ended(monkeypatch, capfd):
+    monkeypatch.setattr(liveness, "lost", threading.Event())
+    with ending.stop_signal() as stop:
+        stop.orderly()
+        liveness.lost.set()
+        send(signal.SIGINT)
+        assert stop.asked and capfd.readouterr().err == ""
 
 
 @BOTH
@@ -80,7 +91,7 @@ def test_a_run_ends_with_its_summary_and_report(tmp_path):
     (tmp_path / "journal.jsonl").write_text("")
     ending.finish(str(tmp_path), {"steps": 1, "complete": False})
     said = json.loads((tmp_path / "summary.json").read_text())
-    assert said == {"steps": 1, "complete": False, "report": str(tmp_path / "report.html")}
+    assert said == {"steps": 1, "complete": False, "exports": {}, "report": str(tmp_path / "report.html")}
     assert "1 step of sft" in (tmp_path / "report.html").read_text() and not (tmp_path / "trace.json").exists()
 
 

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, states, until
+from scripted import V0, V1, V2, answers, check, controls, hangs_up, reply, run, serving, states, until
 
 from areax.rollout import client
 from areax.rollout.fleet import offload
@@ -338,6 +338,30 @@ def test_weights_replaced_again_and_again_end_the_server(tmp_path):
                     a.source = "/other/weights"
                 await asyncio.sleep(0.01)
             assert "'/other/weights'" in fleet.servers[0].why and "took it back 3 times" in fleet.servers[0].why
+
+    run(main)
+
+
+def test_a_server_that_samples_with_other_weights_than_it_loads_ends(tmp_path):
+    """All of its requests at once count once; a good answer between starts anew."""
+
+    async def other(request, body):
+        n = body["sampling_params"]["max_new_tokens"]
+        return await answers(200, reply([1] * n, [0.0] * n, [V2] * n, "length"))(request, body)
+
+    async def main():
+        async with serving() as a, connect([a.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+            for wrong in (3, 3):
+                a.script += [other] * wrong
+                assert (await fleet.generate([1], max_new_tokens=2)).version == [1, 1]
+            assert fleet.counts["strange"] == fleet.counts["recovered"] == 6 and states(fleet) == ["healthy"]
+            a.script += [other] * 999
+            asked = [fleet.generate([i], max_new_tokens=2) for i in range(8)]
+            for error in await asyncio.gather(*asked, return_exceptions=True):
+                assert str(error).startswith(f"no usable generation server is left ({a.url}: samples with weights ")
+                assert str(error).endswith("after it loaded them 3 times in a row; give the run another server)")
+            assert fleet.counts["recovered"] == 9 and states(fleet) == ["dead"]
 
     run(main)
 

@@ -1029,3 +1029,24 @@ def test_a_workflow_that_would_end_the_process_ends_the_run_with_a_reason(error,
 
     with pytest.raises(ValueError, match=f"{words}.*row id 0"):
         group_of(workflow, ROWS[:1])
+
+
+def test_warnings_of_one_kind_are_few(monkeypatch, caplog):
+    """Those of a dead server, of which each episode in flight has one at each attempt."""
+
+    async def fails(generate, row):
+        raise ServerError(row["why"])
+
+    async def group(why):
+        with pytest.raises(ServerError, match=why):
+            await episodes.group(fails, None, {"why": why}, prompt=0, size=16, seed=0, on_lost=lambda n: None)
+
+    monkeypatch.setattr(episodes, "PAUSE_S", 0)
+    asyncio.run(group("the only server is gone"))
+    assert caplog.messages[0] == "prompt 0, episode 0, attempt 1: the only server is gone"
+    assert len(caplog.messages) == 2 and "continues without episode" in caplog.messages[1]
+    asyncio.run(group("another reason"))
+    assert len(caplog.messages) == 4
+    monkeypatch.setattr(episodes, "AGAIN_S", 0)
+    asyncio.run(group("the only server is gone"))
+    assert caplog.messages[4].endswith(": the only server is gone (and 31 more alike since the last such line)")

@@ -53,6 +53,15 @@ def test_adapters_name_their_base(tmp_path):
         lora.published(path, "1-00000000")
 
 
+def test_a_manifest_that_is_no_file_is_refused_before_a_push(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    for names in ({}, {"base_model_name_or_path": str(tmp_path)}):
+        (tmp_path / lora.CONFIG).write_text(json.dumps(names))
+        with pytest.raises(ValueError, match="manifest.json: must be a file"):
+            lora.published(tmp_path, "1-00000000")
+        (tmp_path / lora.CONFIG).unlink()
+
+
 def test_an_adapter_of_the_same_name_from_another_folder_is_replaced():
     network = virtual.Network()
     url = network.start(0.01)

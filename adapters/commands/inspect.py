@@ -19,7 +19,7 @@ from ...core import param
 from ...models import lora
 from ...models.layers import score_head
 from ...parallel import mesh, rules
-from ...rollout.processes.printable import printable
+from ...rollout.processes.printable import printable, shown
 from ...rollout.servers.engine_mesh import EngineMesh
 from .. import gguf, hf, orbax, peft, safetensors, tokenizer
 from ..data import images
@@ -61,7 +61,7 @@ def _checkpoint(path: Path, listed: bool) -> dict:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: must be a checkpoint, adapters or a run, got no config.json; name another")
     stored, options = safetensors.read(path), hf.read_json(path / "config.json")
-    manifest = hf.read_json(path / hf.MANIFEST) if (path / hf.MANIFEST).is_file() else {}
+    manifest = hf.read_manifest(path, stored) or {}
     report: dict[str, Any] = {"kind": "checkpoint", "path": os.fspath(path)}
     try:
         config, params = hf.mapped_tensors(hf.read_config(path), stored, str(path), None)
@@ -73,9 +73,9 @@ def _checkpoint(path: Path, listed: bool) -> dict:
         }  # fmt: skip
     except ValueError as error:
         report["family"], able = options.get("model_type"), {"train": _line(error)}
-    inner = options.get("text_config")
-    quantised = options.get("quantization_config") or (inner or {}).get("quantization_config") or {}
-    report |= {"version": manifest.get("version"), "quantised": quantised.get("quant_method", "no")}
+    written = (one.get("quantization_config") for one in (options, options.get("text_config")) if isinstance(one, dict))
+    quantised = next((one.get("quant_method", "no") for one in written if isinstance(one, dict)), "no")
+    report |= {"version": manifest.get("version"), "quantised": quantised}
     return report | _described(path, stored, listed) | _texts(path) | able
 
 
@@ -141,18 +141,28 @@ def largest_tp(config) -> int:
 def _adapters(path: Path, listed: bool) -> dict:
     options = hf.read_json(path / peft.CONFIG)
     stored = safetensors.read(path / peft.WEIGHTS)
-    manifest = hf.read_json(path / hf.MANIFEST) if (path / hf.MANIFEST).is_file() else {}
-    base, names = options.get("base_model_name_or_path"), options.get("target_modules") or []
+    manifest = hf.read_manifest(path, stored) or {}
+    base = options.get("base_model_name_or_path")
     report = {
         "kind": "adapters", "path": os.fspath(path), "peft_type": options.get("peft_type"), "rank": options.get("r"),
         "alpha": options.get("lora_alpha"), "rslora": bool(options.get("use_rslora")),
-        "targets": sorted([*([names] if isinstance(names, str) else names), *(options.get("target_parameters") or [])]),
+        "targets": sorted([*_names(options.get("target_modules")), *_names(options.get("target_parameters"))]),
         "base": base, "version": manifest.get("version"), "parameters": sum(x.size for x in stored.values()),
     }  # fmt: skip
-    usable = "its base is not here"
-    if isinstance(base, str) and (folder := Path(base) / "config.json").is_file():
-        usable = _answer(lambda: peft.load(path, hf.read_config(folder.parent)))
-    return report | {"merge": usable} | _described(path, stored, listed)
+    return report | {"merge": _answer(lambda: _check_merged(path, base))} | _described(path, stored, listed)
+
+
+def _check_merged(path: Path, base: Any) -> None:
+    peft.read_options(path)
+    if not isinstance(base, str) or not os.path.isfile(os.path.join(base, "config.json")):
+        raise ValueError("its base is not here")
+    peft.load(path, hf.read_config(base))
+
+
+def _names(value: Any) -> list[str]:
+    """The names in an option of PEFT, which may be one, or of another kind."""
+    names = value if isinstance(value, list) else [value] if value else []
+    return [one if isinstance(one, str) else shown(one) for one in names]
 
 
 def _run(run: Path) -> dict:

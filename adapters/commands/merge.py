@@ -43,14 +43,16 @@ def merge(
 
 def base_of(adapter: str | os.PathLike, base: str | None = None) -> str:
     """The folder of a PEFT folder's base: `base`, or the model that adapter_config.json names."""
-    named = base or hf.read_json(Path(adapter) / peft.CONFIG).get("base_model_name_or_path")
+    named = base or peft.read_options(adapter).get("base_model_name_or_path")
     if not named or not isinstance(named, str):
         raise ValueError(f"{adapter}: {peft.CONFIG} names no base model; name it with --base")
     try:
         found = hub.folder(named, weights=True)
         hf.read_config(found)
-    except ValueError as error:
-        raise ValueError(f"{adapter}: needs its base model, {named} ({error}); name a copy with --base") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{adapter}: needs its base model, {named:.200} ({error!s:.500}); name a copy with --base"
+        ) from error
     return found
 
 

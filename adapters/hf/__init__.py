@@ -9,7 +9,9 @@ from ...rollout.servers.labels import MANIFEST
 from .config_files import (
     SETTINGS,
     json_bytes,
+    json_object,
     loaded_config,
+    read_bytes,
     read_config,
     read_json,
     save_dtype,
@@ -18,8 +20,8 @@ from .config_files import (
     with_ends,
 )
 from .lazy import Cast, Deferred, Mapped, cast
-from .manifests import compare, verify
-from .matching import HEADS, SCALAR, check_tensor, complaint, equal
+from .manifests import compare, left_manifest, read_manifest, verify
+from .matching import HEADS, SCALAR, check_tensor, complaint, equal, listed
 from .placing import on_host, place
 from .reading import check, fingerprint, from_tensors, load, mapped, mapped_mtp, mapped_tensors
 from .saving import manifest, save, write_published
@@ -27,7 +29,8 @@ from .tensors import copied, host_copy, tensors_of, to_tensors
 
 __all__ = [
     "HEADS", "MANIFEST", "SCALAR", "SETTINGS", "Cast", "Deferred", "Mapped", "cast", "check", "check_tensor", "compare",
-    "complaint", "copied", "equal", "fingerprint", "from_tensors", "host_copy", "json_bytes", "load", "loaded_config",
-    "manifest", "mapped", "mapped_mtp", "mapped_tensors", "on_host", "place", "read_config", "read_json", "save",
-    "save_dtype", "settings", "tensors_of", "to_tensors", "tokenizer_in", "verify", "with_ends", "write_published",
+    "complaint", "copied", "equal", "fingerprint", "from_tensors", "host_copy", "json_bytes", "json_object",
+    "left_manifest", "listed", "load", "loaded_config", "manifest", "mapped", "mapped_mtp", "mapped_tensors", "on_host",
+    "place", "read_bytes", "read_config", "read_json", "read_manifest", "save", "save_dtype", "settings", "tensors_of",
+    "to_tensors", "tokenizer_in", "verify", "with_ends", "write_published",
 ]  # fmt: skip

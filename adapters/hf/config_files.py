@@ -25,12 +25,23 @@ LARGEST = 2**28  # bytes of a JSON file
 
 
 def read_json(path: Path) -> dict:
+    return json_object(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a JSON file, for `json_object`."""
+    damaged = f"{path}: damaged or half-written JSON"
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{damaged} (more than {LARGEST >> 20} MiB); copy it again")
+    if not path.is_file():
+        raise ValueError(f"{damaged} (no file); copy it again")
+    return path.read_bytes()
+
+
+def json_object(content: bytes, path: Path) -> dict:
+    """The JSON object that is the content of the file `path`."""
     try:
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"more than {LARGEST >> 20} MiB")
-        if not path.is_file():
-            raise ValueError("no file")
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error
     if not isinstance(value, dict):

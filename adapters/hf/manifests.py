@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from ...rollout.servers.labels import MANIFEST
+from ...rollout.servers.labels import MANIFEST, manifest_bytes
 from .. import safetensors
-from .config_files import read_json
+from .config_files import json_object, read_json
 from .matching import listed
+
+BYTES, ENTRY_BYTES = 2**20, 2**10  # most of a manifest, and more for each tensor: parsed, JSON takes many times that
 
 
 def verify(path: str | os.PathLike) -> dict | None:
@@ -21,15 +23,19 @@ def verify(path: str | os.PathLike) -> dict | None:
       ValueError: the tensors do not match the manifest; names the first that differs.
     """
     path = Path(path)
-    return verified(path, safetensors.read(path)) if (path / MANIFEST).is_file() else None
+    return verified(path, safetensors.read(path)) if os.path.lexists(path / MANIFEST) else None
 
 
 def verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
-    if not (path / MANIFEST).is_file():
-        return None
-    manifest = read_json(path / MANIFEST)
-    compare(path, manifest, tensors)
+    if (manifest := read_manifest(path, tensors)) is not None:
+        compare(path, manifest, tensors)
     return manifest
+
+
+def read_manifest(path: Path, tensors: Collection[str]) -> dict | None:
+    """The manifest.json of a folder with these tensors; None without one; raises as `manifest_bytes`."""
+    content = manifest_bytes(path / MANIFEST, BYTES + ENTRY_BYTES * len(tensors))
+    return None if content is None else json_object(content, path / MANIFEST)
 
 
 def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
@@ -53,7 +59,7 @@ def compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarra
 def compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray) -> None:
     got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
     if got != manifest["tensors"][name]:
-        raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
+        raise ValueError(f"{path}: {name:.200} does not match manifest.json; copy the checkpoint again")
 
 
 def manifest_of(version: int | None, described: dict[str, dict]) -> dict:
@@ -63,9 +69,13 @@ def manifest_of(version: int | None, described: dict[str, dict]) -> dict:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or what is left of one that `save` wrote."""
-    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        return True
+    found = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    return found or "tensors" in left_manifest(path)
+
+
+def left_manifest(path: Path) -> dict:
+    """The manifest.json in a folder; {} if there is none, or a damaged one."""
     try:
-        return "tensors" in read_json(path / MANIFEST)
+        return read_json(path / MANIFEST)
     except (FileNotFoundError, ValueError):
-        return False
+        return {}

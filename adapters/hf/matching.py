@@ -161,4 +161,4 @@ def complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 def listed(names: Sequence[str], shown: int = 3) -> str:
     rest = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(f"{name:.200}" for name in names[:shown]) + (f" and {rest} more" if rest > 0 else "")

@@ -16,12 +16,11 @@ from ...core import param
 from ...models import mtp
 from ...models.layers.score_head import ScoreHead
 from ...parallel import rules
-from ...rollout.servers.labels import MANIFEST
 from .. import safetensors
 from ..runtime import passed
-from .config_files import float_dtype, read_config, read_json
+from .config_files import float_dtype, read_config
 from .lazy import views
-from .manifests import compare_names, compare_tensor, verified
+from .manifests import compare_names, compare_tensor, read_manifest, verified
 from .matching import SCALAR, check_tensor, complaint, keyed, matched
 from .placing import place
 
@@ -100,7 +99,7 @@ def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], skip: Coll
     skipped = set(skip)
     names = [name for name in tensors if name not in skipped][jax.process_index() :: jax.process_count()]
     path = Path(path)
-    manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    manifest = read_manifest(path, tensors)
     if manifest is not None:
         compare_names(path, manifest, tensors)
 

@@ -497,6 +497,7 @@ SUMMARY = {
     "seconds": "wall time of the whole run",
     "checkpoint": "the trained model, a Hugging Face directory",
     "gguf": "the trained model as a file for llama.cpp and others",
+    "exports": "hash of each export's manifest.json, by which a complete run knows its own",
     "report": "this page",
     "eta": "maximum staleness of a sample in training, in batches",
     "seed": "seed of all randomness",

@@ -72,17 +72,11 @@ def of(config: Any, tokens: Any) -> dict[str, str]:
     made: dict[str, str] = {}
     for name, value in named.items():
         if HOLD[name] == "weights":
-            folder = Path(hub.folder(value))
-            files = hf.SETTINGS if name == "model" else ("config.json",)
-            made |= {f"{name}: {file}": _content(folder / file) for file in files}
-            made[name] = "" if name == "model" and options["init"] == "random" else _weights(folder)
+            made |= _of_model(name, Path(hub.folder(value)), name != "model" or options["init"] != "random")
         else:
             code, *imported = _code(value) or [""]
             made |= {name: code, f"{name}: {IMPORTED}": _hash(repr(imported)) if imported else ""}
-    encoded = [tokens.encode(text, add_special_tokens=False) for text in TEXTS]
-    made["tokenizer"] = _hash(repr([sorted(tokens.get_vocab().items()), encoded]))
-    made["tokenizer's rules"] = _hash(json.dumps(_rules(tokens, encoded)))
-    made["chat template"] = _hash(repr(tokens.chat_template or ""))
+    made |= _of_tokenizer(tokens)
     if served := options.get("teachers"):
         named["teachers"] = served
         weights = asyncio.run(teachers.weights(served))
@@ -124,6 +118,42 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
             f"--{option} {resume.shown(options[option])}: {what} must be as when the run began, with hash "
             f"{then[name]}, got {value}; give the former, {instead}{out}"
         )
+
+
+def check_start(then: Mapping[str, str], folder: Path, tokens: Any, *, weights: bool, where: str) -> None:
+    """Refuses another start than that of the run whose state has the hashes `then`.
+
+    Args:
+      folder, tokens: the model that the run is said to have started from, and its tokenizer.
+      weights: whether its weights are used; else only what is beside them.
+      where: begins the message.
+
+    Raises:
+      ValueError: another content, by name.
+    """
+    for name, value in (_of_model("model", folder, weights) | _of_tokenizer(tokens)).items():
+        if value and then.get(name, value) != value:
+            what = name if name in OF_TOKENIZER else _place(name)[1]
+            raise ValueError(
+                f"{where}: {what} of {folder} must be as when the run began, with hash {then[name]}, got {value}; name "
+                f"a copy of the former {then.get('--model', 'model')} with --base"
+            )
+
+
+def _of_model(name: str, folder: Path, weights: bool) -> dict[str, str]:
+    """The hashes of a checkpoint that the option `name` names; "" of weights that are gone or not asked for."""
+    files = hf.SETTINGS if name == "model" else ("config.json",)
+    made = {f"{name}: {file}": _content(folder / file) for file in files}
+    return made | {name: _weights(folder) if weights else ""}
+
+
+def _of_tokenizer(tokens: Any) -> dict[str, str]:
+    encoded = [tokens.encode(text, add_special_tokens=False) for text in TEXTS]
+    return {
+        "tokenizer": _hash(repr([sorted(tokens.get_vocab().items()), encoded])),
+        "tokenizer's rules": _hash(json.dumps(_rules(tokens, encoded))),
+        "chat template": _hash(repr(tokens.chat_template or "")),
+    }
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -11,8 +11,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from areax.adapters import hf
 from areax.adapters.report import build
+from areax.adapters.runtime import hub
 from areax.adapters.tracking import run_dir
+from areax.parallel.multihost import liveness
 from areax.recipes.shared import notebook
 from areax.rollout import object_path
 
@@ -50,8 +53,9 @@ class Stop:
         if self._act is None or self.asked:
             raise KeyboardInterrupt
         self._first = number, now
-        with contextlib.suppress(OSError):  # of a closed stderr
-            os.write(2, STOPPING)  # print may have been interrupted itself
+        if not liveness.lost.is_set():  # else by its watch: without the other processes no state can be saved
+            with contextlib.suppress(OSError):  # of a closed stderr
+                os.write(2, STOPPING)  # print may have been interrupted itself
         self.ask()
 
     def ask(self) -> None:
@@ -105,10 +109,16 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any], stop: Stop) -> Any:
         stop.orderly()
 
 
+def exports(out: str | os.PathLike) -> dict[str, str]:
+    """{folder: xxh3-128 of its manifest.json} of a run's exports, which tells them from those of other runs."""
+    manifests = {name: Path(out) / name / hf.MANIFEST for name in ("model", "adapter")}
+    return {name: hub.content(file) for name, file in manifests.items() if file.is_file()}
+
+
 def finish(out: str, summary: dict) -> None:
-    """Writes `out`/summary.json and `out`/report.html, which is added to `summary`; a disk too full for the report is
-    only a warning."""
-    summary["report"] = str(Path(out) / "report.html")
+    """Writes `out`/summary.json and `out`/report.html, which is added to `summary` with `exports`; a disk too full for
+    the report is only a warning."""
+    summary |= {"exports": exports(out), "report": str(Path(out) / "report.html")}
     run_dir.write_json(Path(out) / run_dir.SUMMARY, summary)
     try:
         build.report(out, trace=False)

@@ -11,7 +11,7 @@ from areax.adapters import hf, orbax, peft
 from areax.adapters.command_line.options import by_option
 from areax.adapters.tracking import progress, run_dir
 from areax.parallel.multihost import processes
-from areax.recipes.shared import sources
+from areax.recipes.shared import ending, sources
 
 # Options that the form of a state depends on: the weights, the optimisers' states, and a critic or a moving reference.
 SHAPING = "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets", "vision"
@@ -81,7 +81,7 @@ def shown(value: Any) -> str:
 def finished(kind: str, config: Any, prompts: sources.Order | None) -> dict | None:
     """The summary of a run that has nothing left to do, which it says; None if it has.
 
-    It has not if it is complete, its options are those given, and its model and adapters are what was written. All
+    It has not if it is complete, its options are those given, and its model and adapters are what it wrote. All
     processes of a job call it; those that have nothing to do with files give no prompts, and get {} for a summary.
 
     Args:
@@ -118,9 +118,14 @@ def _finished(kind: str, config: Any, prompts: sources.Order) -> dict | None:
     if version != done or kind != ("grpo" if "rollout" in cursor else cursor.get("recipe")) or "data" not in position:
         return None
     sources.check_same(prompts, position["data"], config.data)
+    if not (known := summary.get("exports")):  # of a former version, which did not say
+        return None
     try:
         hf.read_config(out / "model")
         whole = hf.verify(out / "model") and (not options(config)["lora.rank"] or peft.verify(out / "adapter"))
+        found = ending.exports(out)
+        for name in (one for one in known if found.get(one) != known[one]):
+            raise ValueError(f"{out / name}: must be what the run exported, got another manifest.json")
     except ValueError as error:
         progress.say(f"{error}; it is written again from the state")
         return None

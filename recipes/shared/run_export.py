@@ -15,7 +15,7 @@ from areax.adapters.tracking import run_dir
 from areax.core import losses, param
 from areax.models import lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import common, learner, score_head
+from areax.recipes.shared import common, contents, learner, score_head
 
 AVERAGE = "average"  # of `optim.AverageState`
 SCORED = {field.name for field in dataclasses.fields(losses.RewardModel)}
@@ -41,8 +41,8 @@ def convert(
       What `convert` returns, and the step.
 
     Raises:
-      ValueError: the state is not kept or damaged, the model that the run started from is gone, or the state does not
-        fit it.
+      ValueError: the state is not kept or damaged, the model that the run started from is gone or another, or the
+        state does not fit it.
     """
     check_new(destination, directory=files.gguf is None)
     options = hf.read_json(run / run_dir.CONFIG)
@@ -56,6 +56,9 @@ def convert(
     with orbax.opened(states, step) as (arrays, cursor):
         kind = run_dir.recipe(cursor)
         settings, tokens, model = _start(run, options, kind, base)
+        known = cursor.get("rollout", cursor).get("contents") or {}
+        used = options.get("init") != "random" and (merge or bool(settings.rest))
+        contents.check_start(known, Path(model), tokens, weights=used, where=str(run))
         table = models.table(settings)
         trained = lora.table(table, spec) if spec.rank else table
         params = _params(trained, arrays, str(states / str(step)), "policy." if kind == "grpo" else "")

@@ -22,7 +22,7 @@ from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
 from ..processes import http_process, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
-from ..servers.labels import read_label
+from ..servers.labels import label_of, manifest_bytes
 from . import bench, budget, hosts, replicas
 from .checkpoint import blind, read_weights
 from .engine import Engine
@@ -169,10 +169,11 @@ def known_dtype(dtype: str) -> str:
 
 def published_label(path: str) -> str:
     """The label of the published version in the folder `path`; "default" if it is another checkpoint."""
-    manifest = Path(path) / hf.MANIFEST
-    if not manifest.is_file() or hf.read_json(manifest).get("version") is None:
+    where = Path(path) / hf.MANIFEST
+    content = manifest_bytes(where)
+    if content is None or hf.json_object(content, where).get("version") is None:
         return "default"
-    return read_label(manifest)
+    return label_of(content, where)
 
 
 def check(path: str, options: EngineOptions, *, dtype: str, devices: Sequence[jax.Device] = ()) -> None:

@@ -429,6 +429,7 @@ class Fleet:
                 given = [name] if name else server.labels[oldest:]
                 strange = set(part.labels) - set(given)
                 if not strange:
+                    server.strange = 0 if part.labels else server.strange
                     preempted = part.preemptions > server.pauses - pauses  # a pause preempts once, too
                     self._update_concurrency_limit(server, sent, preempted=preempted)
                     if len(self.servers) > 1:
@@ -467,6 +468,7 @@ class Fleet:
 
     def _on_unexpected_version(self, server: Server, why: str, trouble: list[str]) -> None:
         self.counts["strange"] += 1
+        server.strange += server.state in SOUND  # not of answers that were under way when it was taken out of traffic
         trouble.append(why)
         self.fail(server, "stale", why)
 

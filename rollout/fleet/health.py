@@ -3,7 +3,8 @@
     healthy -> suspect -> healthy                       a connection failed, but it answers and has its weights
                suspect -> dead -> restarting -> stale   it does not answer, and we can restart it
     healthy -> weights_unknown | stale -> healthy       it loads the published version in full
-               stale -> dead                            another run keeps giving it other weights
+               stale -> dead                            another run keeps giving it other weights, or it keeps
+                                                        sampling with others than it loads
     dead -> healthy                                     it answers again and has loaded
 
 A server always loads the newest published version before it gets a request.
@@ -29,12 +30,13 @@ log = logging.getLogger(__name__)
 
 IDLE_CHECKS = 3  # in a row after which a server that runs nothing is named
 TAKEN = 3  # times that a server is taken back from another run: two runs on one would go on for ever
+STRANGE = 3  # times in a row that a server loads its weights again because it samples with others
 
 Idle = collections.Counter[Server]  # at how many checks in a row it had requests and ran none
 
 
 async def recover(fleet: Fleet, server: Server) -> None:
-    """Returns when `server` is healthy, or another run keeps it; one that does not answer is retried."""
+    """Returns when `server` is healthy, or it has given up on it; one that does not answer is retried."""
     try:
         await _recover(fleet, server)
     finally:
@@ -45,6 +47,10 @@ async def _recover(fleet: Fleet, server: Server) -> None:
     timeouts = fleet.timeouts
     patience_s = timeouts.lost_own_s if fleet.restart else timeouts.lost_s
     failed = 0
+    if server.strange > STRANGE:
+        why = f"{server.why}, after it loaded them {STRANGE} times in a row; give the run another server"
+        fleet.set_state(server, "dead", why)
+        return
     while True:
         await fleet.not_offloaded.wait()
         try:

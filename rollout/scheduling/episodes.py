@@ -6,7 +6,9 @@ import asyncio
 import copy
 import itertools
 import logging
+import math
 import struct
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,10 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3  # per episode, if servers fail
 PAUSE_S = 1.0  # before the second attempt; doubles
 ROWS = 1 << 16  # most rows of one episode: sample = rollout * ROWS + row
+AGAIN_S = 10.0  # between warnings of one kind: a dead server fails all episodes in flight
+KINDS = 256  # of warnings that are remembered
+
+_warned: dict[tuple[str, str], tuple[float, int]] = {}  # kind -> (when one was logged, how many were not since then)
 
 
 async def rollouts(
@@ -107,7 +113,7 @@ async def group(
             lost.append(error)
             if on_lost is None or len(lost) > size - least:
                 raise
-            log.warning("prompt %d continues without episode %d: %s", prompt, index, error)
+            _warn(error, "prompt %d continues without episode %d", prompt, index)
             return []
 
     played = await _together([episode(index) for index in range(size)])
@@ -140,11 +146,23 @@ async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_re
             except ServerError as error:
                 if attempt == ATTEMPTS:
                     raise
-                log.warning("prompt %d, episode %d, attempt %d: %s", prompt, index, attempt, error)
+                _warn(error, "prompt %d, episode %d, attempt %d", prompt, index, attempt)
                 on_retry()
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
         events.emit("episode", begun=begun, rows=samples)
     return samples
+
+
+def _warn(error: ServerError, what: str, *args: int) -> None:
+    """Logs an error; of those with the same words one every AGAIN_S seconds, with how many more there were."""
+    now, kind = time.monotonic(), (what, str(error))
+    last, more = _warned.pop(kind, (-math.inf, 0))
+    due = now - last >= AGAIN_S
+    _warned[kind] = (now, 0) if due else (last, more + 1)
+    if len(_warned) > KINDS:
+        del _warned[next(iter(_warned))]
+    if due:
+        log.warning(f"{what}: %s%s", *args, error, f" (and {more} more alike since the last such line)" if more else "")
 
 
 async def _played(workflow, generate, row, check: Check) -> list[Sample]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -15,13 +15,33 @@ import xxhash
 from ..errors import ServerError
 
 MANIFEST = "manifest.json"  # of a checkpoint: its version and a hash of every tensor
+LARGEST = 2**28  # bytes of one
 
 _LABEL = re.compile(r"([0-9]{1,9})-[0-9a-f]{8}")
 
 
+def manifest_bytes(path: str | os.PathLike, most: int = LARGEST) -> bytes | None:
+    """The content of a manifest.json; None if there is none.
+
+    Raises:
+      ValueError: something else has its name, which must not pass for none, or it has more than `most` bytes.
+    """
+    if not os.path.lexists(path):
+        return None
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: must be a file, got a folder, a pipe or a link without one; copy the folder again")
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path}: must have at most {most} bytes, got more; copy the folder again")
+    return content
+
+
 def read_label(manifest_path: str | os.PathLike) -> str:
     """The weight label of the published version whose manifest this is."""
-    return label_of(Path(manifest_path).read_bytes(), manifest_path)
+    if (content := manifest_bytes(manifest_path)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(manifest_path))
+    return label_of(content, manifest_path)
 
 
 def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
@@ -29,14 +49,14 @@ def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
     try:
         version = json.loads(manifest)["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: a manifest needs a version ({error!r})") from error
+        raise ValueError(f"{where}: a manifest needs a version ({type(error).__name__}: {error!s:.80})") from error
     if version is None:
         raise ValueError(
             f"{where}: a version to publish needs a number, got a checkpoint without one; write it by "
             "hf.write_published(root, version, config, params)"
         )
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise ValueError(f"{where}: version must be a number from 0 on, got {version!r}")
+        raise ValueError(f"{where}: version must be a number from 0 on, got {version!r:.80}")
     return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
 
 

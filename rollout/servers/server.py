@@ -70,6 +70,7 @@ class Server:
       pauses: how often it was paused for new weights.
       given: the labels of all weights that it had at first or got from this run.
       taken: how often it was taken back from another run.
+      strange: how often in a row it sampled with weights that it was not given, and loaded them again each time.
       base: if it serves adapters, the label of the base weights, which it reports.
       adapters: adapters that requests may use, newest last; `using` counts requests per adapter.
       reported: what it said of its weights when they were loaded, or when it was met; None while a load is under way.
@@ -107,6 +108,7 @@ class Server:
     pauses: int = 0
     given: set[str] = field(default_factory=set)
     taken: int = 0
+    strange: int = 0
     base: str = ""
     adapters: list[str] = field(default_factory=list)
     using: collections.Counter[str] = field(default_factory=collections.Counter)

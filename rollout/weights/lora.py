@@ -20,7 +20,7 @@ import aiohttp
 
 from ..errors import ServerError
 from ..processes import keys
-from ..servers.labels import MANIFEST, read_label, version_of
+from ..servers.labels import MANIFEST, manifest_bytes, read_label, version_of
 from ..servers.server import Server
 from ..servers.sglang import SGLang
 from ..servers.sglang_answers import ADAPTERS
@@ -38,17 +38,19 @@ def published(directory: Path, label: str) -> Published:
     made for.
 
     Raises:
-      ValueError: adapters without a manifest, or whose base is not there or has another label.
+      ValueError: a manifest that is no file; adapters without one, or whose base is not there or has another label.
     """
+    manifest = manifest_bytes(directory / MANIFEST)
     if not (directory / CONFIG).is_file():
         return Published(str(directory), label)
     try:
         base = str(json.loads((directory / CONFIG).read_bytes())["base_model_name_or_path"])
-        wanted = str(json.loads((directory / MANIFEST).read_bytes())["base"])
+        wanted = str(json.loads(manifest or b"{}")["base"])
         found = read_label(Path(base) / MANIFEST)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{directory}: adapters to push need a manifest and a published base (peft.write_published), got {error!r}"
+            f"{directory}: adapters to push need a manifest and a published base (peft.write_published), got "
+            f"{type(error).__name__}: {error!s:.200}"
         ) from error
     if found != wanted:
         raise ValueError(f"{directory}: these adapters belong to the base {wanted}, but {base} is {found}")

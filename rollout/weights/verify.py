@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ServerError
-from ..servers.labels import MANIFEST
+from ..servers.labels import MANIFEST, manifest_bytes
 from ..servers.server import Server
 from ..servers.types import Part, Probe, Published
 
@@ -76,9 +76,8 @@ def _kept(server: Server, entries: dict[str, dict], ranks: list[dict[str, str]])
 
 
 def _entries(directory: str) -> dict[str, dict]:
-    path = Path(directory) / MANIFEST
-    manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
-    return manifest.get("tensors", {})
+    content = manifest_bytes(Path(directory) / MANIFEST) if directory else None
+    return {} if content is None else json.loads(content).get("tensors", {})
 
 
 def probe_difference(server: Server, known: Probe, part: Part) -> float:

@@ -142,11 +142,10 @@ class Weights:
         """Whether a trainer's label is that of the weights in use: theirs already, or the hash of their manifest."""
         if label == self.engine.version:
             return True
-        path = Path(self.service.path) / hf.MANIFEST
-        if not path.is_file():
-            return False
         with readable(self.service.path):
-            manifest = hf.read_json(path)
+            manifest = hf.read_manifest(Path(self.service.path), self.service.checksums)
+            if manifest is None:
+                return False
             own = {name: entry["xxh3_128"] for name, entry in manifest["tensors"].items()}
         numbered = hf.json_bytes(manifest | {"version": labels.version_of(label)})
         return own == self.service.checksums and label == labels.label_of(numbered)
