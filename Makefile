@@ -254,7 +254,7 @@ $(llamacpp)/.done: tests/llama_cpp/requirements.txt
 test-compilers: export AREAX_COMPILERS := $(CURDIR)/$(compilers)
 test-compilers: export PYTHONPATH := $(CURDIR)/$(compilers)
 test-compilers: $(dev) $(compilers)/.done ## test what the compilers of GPUs and TPUs make of training steps, families and kernels (installs them: 1.4 GB)
-	$(py) -m pytest -q tests/compilers
+	$(py) -m pytest -q tests/compilers $(both)
 
 .PHONY: compiled-table
 compiled-table: export AREAX_COMPILERS := $(CURDIR)/$(compilers)

@@ -91,6 +91,9 @@ GENERATING = dataclasses.replace(GATHERED, experts=meshes.EXPERTS)  # and on `me
 def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = "", shape=None, mesh=None):
     """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are omitted.
 
+    By `RULES` a vector, such as the scale of a norm, is not split over fsdp and ep: it is small, and each gather of it
+    would have its latency.
+
     Args:
       where: name of the array, for error messages.
       shape: if given, each dimension must be divisible by its devices.
@@ -100,6 +103,8 @@ def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = ""
       ValueError: a logical axis has no rule, two axes share a mesh axis, or a dimension is not divisible.
     """
     sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
+    if rules is RULES and sum(axis != "layers" for axis in axes) == 1:
+        rules = GATHERED
     entries: list[Axes] = []
     used: dict[str, str] = {}
     for i, axis in enumerate(axes):

@@ -1,7 +1,7 @@
 """Writes what the chips' compilers make of each model family to docs/compiled.md: `compiled_table.py RESULTS ...`.
 
-The results are those of `tests/compilers/test_families.py`, a program a line; ones that do not exist are left out.
-`make compiled-table` runs the tests, for hours.
+The results are those of `tests/compilers/test_families.py`, a program a line. Cells of programs that are not among them
+stay as they are. `make compiled-table` runs the tests, for hours.
 """
 
 import json
@@ -36,10 +36,19 @@ def results(lines: Iterable[str]) -> Found:
     return {(one["chip"], one["family"], one["part"]): one for one in each}
 
 
-def cell(one: Mapping | None) -> str:
-    """Bytes of arguments and temporaries, and kernels; why it was refused; or that it was not run."""
-    if one is None:
-        return "not run"
+def written(page: str) -> dict[tuple[str, str, str], str]:
+    """(chip, family, part) -> a cell of the page."""
+    found = {}
+    for chip, title in CHIPS.items():
+        for line in page.partition(f"### {title[0].upper()}{title[1:]}\n")[2].partition("\n#")[0].splitlines():
+            if line.startswith("| `"):
+                family, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+                found |= {(chip, family.strip("`"), part): cell for part, cell in zip(PARTS, cells, strict=True)}
+    return found
+
+
+def cell(one: Mapping) -> str:
+    """Bytes of arguments and temporaries, and kernels; or why it was refused."""
     if one["problem"]:
         return f"refused: {one['problem'][:80]}".replace("|", "/")
     short = lambda name: next((short for begin, short in KERNELS.items() if name.startswith(begin)), name)
@@ -49,9 +58,10 @@ def cell(one: Mapping | None) -> str:
     return f"{size('argument')} + {size('temporary')}{mark} {', '.join(named) or 'no kernel'}"
 
 
-def table(found: Found, chip: str) -> str:
+def table(found: Found, before: Mapping[tuple[str, str, str], str], chip: str) -> str:
     """A row for each model_type."""
-    cells = lambda family: [cell(found.get((chip, family, part))) for part in PARTS]
+    each = lambda key: cell(found[key]) if key in found else before.get(key, "not run")
+    cells = lambda family: [each((chip, family, part)) for part in PARTS]
     row = lambda family: [f"`{family}`", family_sizes.MODELS[family][0], *cells(family)]
     lines = [["model_type", "sizes of", *PARTS], *map(row, sorted(family_sizes.MODELS))]
     head, *rows = [f"| {' | '.join(line)} |\n" for line in lines]
@@ -60,7 +70,9 @@ def table(found: Found, chip: str) -> str:
 
 def write(page: str, found: Found, versions: str) -> str:
     """The page with the tables of these results, and a line with the versions of the compilers."""
-    parts = "".join(f"\n### {title[0].upper()}{title[1:]}\n\n{table(found, chip)}" for chip, title in CHIPS.items())
+    known = written(page)
+    named = ((chip, f"{title[0].upper()}{title[1:]}") for chip, title in CHIPS.items())
+    parts = "".join(f"\n### {title}\n\n{table(found, known, chip)}" for chip, title in named)
     return written_parts.replaced(page, BEGIN, END, f"{parts}\n{versions}\n\n")
 
 

@@ -247,7 +247,8 @@ def test_fsdp_traffic_matches_the_formula(remat):
     formula = payloads(job("qwen3", layout, remat=remat))
     assert got["all-gather"] == formula["weights_gather"] + B * T * 4
     assert got["all-to-all"] == formula["lookup_trade"]
-    norms = 3 * 2 * config("qwen3").head_dim * 4  # q_norm and k_norm, which no device splits
+    made = config("qwen3")
+    norms = (3 * 2 * (made.head_dim + made.embed) + made.embed) * 4  # of three layers and the last: whole everywhere
     assert got["all-reduce"] + 8 * got["reduce-scatter"] == formula["gradients_scatter"] + norms
 
 
