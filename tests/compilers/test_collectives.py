@@ -17,8 +17,14 @@ H100 = {
     ("qwen3", "fsdp 2 tp 2"): {"all-gather": 3, "reduce-scatter": 2, "all-reduce": 20, "all-to-all": 2},
     ("gpt_oss", "ep 2"): {"all-gather": 7, "reduce-scatter": 6, "all-reduce": 7, "all-to-all": 2},
 }
-# A TPU gathers each weight by itself, and scatters their gradients together.
-V5P: dict[tuple[str, str], dict[str, int]] = {}
+# A TPU gathers each of a layer's seven matrices by itself, and scatters their gradients together.
+V5P = {
+    ("qwen3", "fsdp 2"): {"all-gather": 16, "reduce-scatter": 3, "all-reduce": 6, "all-to-all": 2},
+    ("qwen3", "tp 2"): {"all-reduce": 14},
+    ("qwen3", "cp 2"): {"all-gather": 8, "reduce-scatter": 2, "all-reduce": 7},
+    ("qwen3", "fsdp 2 tp 2"): {"all-gather": 16, "reduce-scatter": 8, "all-reduce": 21, "all-to-all": 2},
+    ("gpt_oss", "ep 2"): {"all-gather": 40, "reduce-scatter": 8, "all-reduce": 8, "all-to-all": 2},
+}  # fmt: skip
 STEPS = [("h100", *case, counts) for case, counts in H100.items()]
 STEPS += [pytest.param("v5p", *case, counts, marks=pytest.mark.wide) for case, counts in V5P.items()]
 
