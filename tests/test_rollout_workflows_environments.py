@@ -200,7 +200,7 @@ class Leaky(Countdown):
     [
         (Broken, "failed: step: OSError: the board is gone; row {'from': 3}"),
         (Raising, "failed: step must return (observation, reward, whether it is done), got OSError('the board"),
-        (Hanging, "failed: step must return within step_timeout_s, 0.1 s, and did not; raise it in --env-options; row"),
+        (Hanging, "failed: step must return within step_timeout_s, 1 s, and did not; raise it in --env-options; row"),
         (Nameless, "failed: step must return a text, or a list of messages, got {'text': '3'}; it is neither; row"),
         (
             Rich,
@@ -210,7 +210,7 @@ class Leaky(Countdown):
 )
 def test_a_world_that_fails_costs_its_episode_and_a_line(world, line, caplog):
     policy, before = Policy("2", "1"), loaded(world).closed
-    samples = play(policy, world, step_timeout_s=0.1, name="mine")
+    samples = play(policy, world, step_timeout_s=1.0 if world is Hanging else 60.0, name="mine")
     assert all(math.isnan(sample.reward) for sample in samples) and exact(policy, samples)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert f"environment mine {line}" in caplog.text and loaded(world).closed == before + 1
@@ -246,13 +246,13 @@ class Mute(Countdown):
     [
         (Unmade, "its constructor: ImportError: No module named 'game'"),
         (Full, "reset: RuntimeError: capacity reached"),
-        (Endless, "reset must return within step_timeout_s, 0.1 s"),
+        (Endless, "reset must return within step_timeout_s, 1 s"),
         (Mute, "reset must return a text, or a list of messages, got None; it is neither"),
     ],
 )
 def test_a_world_that_cannot_begin_is_tried_again_as_a_failing_server_is(world, line):
     with pytest.raises(ServerError) as failed:
-        play(Policy("2"), world, step_timeout_s=0.1)
+        play(Policy("2"), world, step_timeout_s=1.0 if world is Endless else 60.0)
     assert f"{world.__name__} cannot begin: {line}" in str(failed.value) and "\n" not in str(failed.value)
 
 
