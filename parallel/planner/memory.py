@@ -243,8 +243,9 @@ def gathers(job: Job) -> bool:
 
 
 def phases(job: Job) -> dict[str, Phase]:
-    """What a step has on the device beside its arguments while it computes the head's gradients, those of its layers,
-    and when it has all: one after the other, so that logits and a layer's values are never there together."""
+    """What a step has on the device beside its arguments while it computes the head's gradients, those of its layers
+    and of a vision tower, and when it has all: one after the other, so that logits and a layer's values are never there
+    together."""
     total = sums(job) if job.microbatches > 1 else 0
     layers = size(job, [leaf for leaf in job.trained if leaf.layers is not None])
     lookups = size(job, [leaf for leaf in job.trained if job.looked_up(leaf)])
@@ -256,9 +257,12 @@ def phases(job: Job) -> dict[str, Phase]:
     total += lookups if job.microbatches == 1 and not gathers(job) else 0
     found = {
         "head": Phase(total + head, kept, logits(job), beside + _head(job)),
-        "layers": Phase(total + layers + head, kept, 0, beside + max(_layer(job), round(towers.working(job)))),
+        "layers": Phase(total + layers + head, kept, 0, beside + _layer(job)),
         "end": Phase(total + layers + head, 0, 0, beside),
     }
+    if job.vision:  # after all layers; a frozen one is before them
+        new = layers + head if job.vision.trained else 0
+        found["tower"] = Phase(total + new, round(towers.saved(job)), 0, beside + round(towers.working(job)))
     if gathers(job) or job.microbatches == 1:
         # XLA makes room for the layers' gradients before the head, on a mesh where that raises the peak by little; the
         # head's gradient is scattered after the layers.
