@@ -339,7 +339,7 @@ def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
     others = [job.whole(leaf) for leaf in stack.values() if not expert(leaf)]
     if job.adapters and not gathers(job):
         return used + sum(others) * item
-    return used + max(others, default=0) * (2 * WIDE + 3 * item if gathers(job) else item)
+    return used + max(others, default=0) * (WIDE + 3 * item if gathers(job) else item)
 
 
 def _forward(job: Job) -> int:
