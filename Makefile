@@ -293,14 +293,16 @@ $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json packa
 
 .PHONY: test-environments
 test-environments: export PYTHONPATH := $(CURDIR)/.dev
-test-environments: $(dev) $(environments)/.done ## test adapters of environments with the real libraries, offline (installs them: 0.5 GB)
+test-environments: $(dev) $(environments)/.done ## test adapters of environments with the real libraries, offline (installs them: 1 GB)
 	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
 
 # Borrows the packages of .venv, behind its own.
-$(environments)/.done: tests/environments/requirements.txt
-	@echo "installing environments into $(environments): a minute, once"
+$(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
+	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
 	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r \
+	  tests/environments/nemo-gym.txt
 	@$(py) $(purelib) > "$$($(environments)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 

@@ -75,8 +75,9 @@ class Config:
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       steps: batches to train on.
       seed: random seed of new weights, prompt order and sampling.
-      env: environment in place of data and reward: `reasoning_gym:NAME`, `textarena:NAME`, `openenv:ADDRESS`, or a
-        class of yours, `file.py:CLASS` (docs/train-on-an-environment.md).
+      env: environment in place of data and reward: `reasoning_gym:NAME`, `textarena:NAME`, `aviary:NAME`,
+        `gymnasium:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours, `file.py:CLASS`
+        (docs/train-on-an-environment.md).
       env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
 

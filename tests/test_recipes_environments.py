@@ -117,7 +117,7 @@ def test_an_evaluation_needs_a_limit(capsys):
 @pytest.mark.parametrize("name", ["nothing", "my_env.py", "textarena", "{file}:Sun"])
 def test_an_env_that_is_none_is_named(file, name):
     name = name.format(file=file)
-    with pytest.raises(ValueError, match=f"^--env {re.escape(name)}: must be openenv:NAME, .* or a class, FILE"):
+    with pytest.raises(ValueError, match=f"^--env {re.escape(name)}: must be aviary:NAME, .* or a class, FILE"):
         environments.named(name, "")
 
 
@@ -135,6 +135,20 @@ def test_rows_are_seeds_unless_the_class_has_its_own(file):
     for env, source in (("", "env:3"), ("textarena:X", "env"), ("textarena:X", "env:0")):
         with pytest.raises(ValueError, match=f"--heldout env:N needs --env, and N, .* got {source}"):
             environments.heldout(env, "", source)
+
+
+@pytest.mark.parametrize(
+    "env, options, line",
+    [
+        ("nemo_gym:http://a", "", "missing a required argument: 'data'"),
+        ("nemo_gym:http://a", '{"data": "x", "size": 3}', "got an unexpected keyword argument 'size'"),
+        ("{file}:Own", '{"size": 3}', "got an unexpected keyword argument 'size'"),
+    ],
+)
+def test_options_that_rows_do_not_take_are_named(file, env, options, line):
+    env = env.format(file=file)
+    with pytest.raises(ValueError, match=f"^--env {re.escape(env)}: --env-options must be those of its rows: {line}$"):
+        environments.rows(env, options, "train")
 
 
 def run(place, file, env="Sum"):

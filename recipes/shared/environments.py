@@ -10,7 +10,7 @@ from areax.adapters.command_line.options import flat, json_object, replaced
 from areax.rollout import object_path
 from areax.rollout.workflows import environments
 
-KINDS = "openenv", "reasoning_gym", "textarena"  # files of adapters/environments
+KINDS = "aviary", "gymnasium", "nemo_gym", "openenv", "reasoning_gym", "textarena"  # files of adapters/environments
 PLAY, TOOL_CLASS = "areax.rollout.workflows.environments:play", "areax.rollout.workflows.tool_class:World"
 REWARD, SINGLE_TURN = "areax.rollout.rewards:none", "areax.rollout.workflows:single_turn"
 OF_PLAY = "turns", "step_timeout_s", "style"  # entries of --env-options that are not the environment's
@@ -96,13 +96,17 @@ class Rows:
 
 def rows(env: str, options: str, split: Literal["train", "eval"]) -> Any:
     """The rows of an environment: what the static method `rows(split, **options)` of its class returns, or {"seed": n}
-    for n from 0 on, for evaluation from HELDOUT on."""
+    for n from 0 on, for evaluation from HELDOUT on. Raises ValueError if they do not take the options."""
     found = named(env, options)
     own = object_path.load_object(found.own)
     if not isinstance(inspect.getattr_static(own, "rows", None), staticmethod):
         begin = HELDOUT if split == "eval" else 0
         return Rows(lambda: ({"seed": n} for n in itertools.count(begin)))
     given = {name: value for name, value in found.options.items() if found.own == found.world or name not in OF_CLASS}
+    try:
+        inspect.signature(own.rows).bind(split, **given)
+    except TypeError as error:
+        raise ValueError(f"--env {env}: --env-options must be those of its rows: {error}") from None
     made = own.rows(split, **given)
     return made if hasattr(made, "__getitem__") else Rows(lambda: own.rows(split, **given))
 

@@ -1,12 +1,18 @@
 """Plays adapters with a scripted policy."""
 
 import asyncio
+import json
 
 from fidelity import SAMPLING
 from gateways import TOKENS
 
 from areax.recipes.shared import environments
 from areax.rollout.workflows import environments as worlds
+
+
+def call(name, **arguments):
+    """The text of a call of a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 async def play(env, policy, row, **options):

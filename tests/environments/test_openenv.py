@@ -1,18 +1,13 @@
 """Real servers on loopback ports: texts, tools and forms, a full server, and an environment that breaks."""
 
 import asyncio
-import json
 import math
-import socket
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+import serving
 from fidelity import Policy, exact
-from playing import play, played
+from playing import call, play, played
 
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes
@@ -20,32 +15,15 @@ from areax.rollout.scheduling import episodes
 
 @contextmanager
 def served(kind, capacity=64):
-    """The `--env` of a server in a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(Path(__file__).with_name("server.py")), kind, str(port), str(capacity)]
-    with subprocess.Popen(command) as process:
-        try:
-            until = time.monotonic() + 120
-            while process.poll() is None and time.monotonic() < until:
-                with socket.socket() as other:
-                    if other.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
-            yield f"openenv:http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
+    """The `--env` of a server."""
+    with serving.served("server.py", kind, last=[str(capacity)]) as address:
+        yield f"openenv:{address}"
 
 
 @pytest.fixture(scope="module")
 def text():
     with served("text") as env:
         yield env
-
-
-def call(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def test_texts_are_actions_with_rewards(text):

@@ -19,6 +19,8 @@ EXTRAS = {  # what needs them; `cuda` and `tpu` are in devices.py
     "trackio": "--track.trackio",
     "wandb": "--track.wandb",
     "ray": "areax launch --on ray",
+    "aviary": "--env aviary:...",
+    "gymnasium": "--env gymnasium:...",
     "reasoning-gym": "--env reasoning_gym:...",
     "textarena": "--env textarena:...",
     "sglang": "SGLang servers, in an environment of their own",
