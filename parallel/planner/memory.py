@@ -325,21 +325,31 @@ def _all_weights(job: Job, stack: Mapping[str, Leaf]) -> float:
 def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
     """Weights in use at a time.
 
-    Of experts all as they are stored, with the sums of their gradients, and one matrix in the dtype of the computation;
-    of a run of a single layer only the latter of all, since nothing is copied from or to a stack. Of other weights the
-    largest; on a mesh with its gradient, and the one that is gathered next. Frozen ones are not cast, so that the
-    layer's part of each stack is a copy.
+    Of experts all as they are stored, or as they are gathered, with the sums of their gradients, and one matrix in the
+    dtype of the computation; of a run of a single layer only the latter of all, since nothing is copied from or to a
+    stack. Where layers of several kinds take turns, gradients of those of the other kinds are not scattered yet. Of
+    other weights the largest; on a mesh with its gradient, and the one that is gathered next. Frozen ones are not cast,
+    so that the layer's part of each stack is a copy.
     """
     item = job.itemsize
     experts = [job.whole(leaf) for leaf in stack.values() if expert(leaf)]
     stored = max((job.bytes_of(leaf) for leaf in stack.values() if expert(leaf)), default=0)
-    used = sum(experts) * (stored + WIDE) + max(experts, default=0) * item
+    used = sum(experts) * ((min(stored, item) if gathers(job) else stored) + WIDE) + max(experts, default=0) * item
+    if gathers(job):
+        others = [leaf for other in job.stacks if _take_turns(stack, other) for leaf in other.values()]
+        used += sum(job.whole(leaf) for leaf in others if expert(leaf)) * WIDE
     if depth(stack) == 1 and not gathers(job):
         used = sum(experts) * item
     others = [job.whole(leaf) for leaf in stack.values() if not expert(leaf)]
     if job.adapters and not gathers(job):
         return used + sum(others) * item
     return used + max(others, default=0) * (WIDE + 3 * item if gathers(job) else item)
+
+
+def _take_turns(stack: Mapping[str, Leaf], other: Mapping[str, Leaf]) -> bool:
+    """Whether one body of a loop has layers of both."""
+    first, second = (next(iter(one.values())).layers or () for one in (stack, other))
+    return first != second and min(first) < max(second) and min(second) < max(first)
 
 
 def _forward(job: Job) -> int:
