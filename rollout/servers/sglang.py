@@ -164,15 +164,21 @@ class SGLang(Endpoint):
         await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid}, timeout_s=timeout_s)
 
     async def checksums(self, *, timeout_s: float = 600.0) -> list[dict[str, str]]:
-        """The server's own checksums by tensor name, one dict per rank; [] if it does not compute any."""
+        """The server's own checksums by tensor name, one dict per rank.
+
+        Raises:
+          ValueError: it refuses, as a server does that has no such route, or computes none.
+          ServerError: as `call`; an answer without checksums.
+        """
         body = {"action": "checksum"}
+        answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
         try:
-            answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
-        except ValueError:  # it has no such route
-            return []
-        try:
-            ranks = [rank["checksums"] for rank in answer.get("ranks") or ()]
-            return [{str(name): str(checksum) for name, checksum in rank.items()} for rank in ranks]
+            ranks = [
+                {str(name): str(checksum) for name, checksum in rank["checksums"].items()} for rank in answer["ranks"]
+            ]
+            if not ranks or not all(ranks):
+                raise ValueError("a rank without any")
+            return ranks
         except answers.MALFORMED as error:
             raise ServerError(
                 f"{self.url}/weights_checker: not a list of checksums ({answers.described(error)})"
