@@ -228,7 +228,7 @@ async def batch_of(made):
 def assert_refused_or_sound(all_cases, caplog, path):
     async def main():
         for name, made in all_cases:
-            caplog.clear()
+            caplog.clear(), episodes._warned.clear()
             samples, played = await batch_of(made)
             text = caplog.text
             if isinstance(samples, ValueError):
@@ -373,7 +373,7 @@ def test_no_wrong_result_of_an_agent_reaches_a_batch(caplog, monkeypatch):
         async with agents.played(run, "agent", **how) as workflow:
             for each in results:
                 current = each
-                caplog.clear()
+                caplog.clear(), episodes._warned.clear()
                 [[sample]] = await episodes.rollouts(workflow, making, [{"prompt": "2 + 2", "answer": "4", "id": 7}])
                 assert_sound(sample, vocabulary=len(TOKENS), newest=3)
                 if caplog.text:

@@ -215,6 +215,31 @@ def test_bytes_of_any_kind_are_an_error_of_the_server(body, message, stream):
     run(main)
 
 
+@pytest.mark.parametrize("card", [{"id": 7, "root": "there", "parent": "x"}, {"id": "a", "root": 7, "parent": "x"}, 7])
+def test_a_wrong_list_of_adapters_is_an_error_of_the_server(card):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.refuse["/v1/models"] = answers(200, {"data": [card]})
+            with pytest.raises(RuntimeError, match="/v1/models: not a list of models"):
+                await fleet.servers[0].api.adapters()
+
+    run(main)
+
+
+def test_broken_compression_is_an_error_in_one_line():
+    async def handler(request, _):
+        return aiohttp.web.Response(body=b"no gzip", headers={"Content-Encoding": "gzip"})
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.refuse["/flush_cache"] = handler
+            with pytest.raises(RuntimeError, match="/flush_cache: connection broke .*gzip") as error:
+                await fleet.servers[0].api.flush_cache()
+            assert str(error.value).isprintable()
+
+    run(main)
+
+
 @pytest.mark.parametrize("coding", ["identity", "gzip"])
 def test_an_answer_has_bytes_for_the_tokens_that_were_asked_for(coding):
     data = gzip.compress(b" " * 2**24) if coding == "gzip" else b" " * 2**24

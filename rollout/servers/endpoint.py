@@ -17,7 +17,7 @@ import aiohttp
 from ..errors import ServerError
 from ..processes import keys
 from ..processes.http_answers import FAILED, LATER, read_body, wait_s
-from ..processes.printable import printable
+from ..processes.printable import one_line, printable
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
 LARGEST_ERROR = 2**20  # bytes of an answer with an error
@@ -142,7 +142,8 @@ def _connection_errors(where: str) -> Iterator[None]:
         why = getattr(cause, "strerror", None) or str(cause or "") or error
         raise Unreached(f"{where}: cannot connect ({why})") from error
     except aiohttp.ClientError as error:
-        raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
+        why = one_line(error) or type(error).__name__
+        raise Broken(f"{where}: connection broke ({why})") from error
 
 
 async def _answer(

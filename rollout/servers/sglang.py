@@ -197,7 +197,10 @@ class SGLang(Endpoint):
         """Directories of the loaded adapters by name."""
         answer = await self.call("GET", "/v1/models", timeout_s=timeout_s, reach_s=self.reach_s)
         try:
-            return {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
+            cards = {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
+            if not all(isinstance(text, str) for card in cards.items() for text in card):
+                raise TypeError("an adapter's id and root must be text")
+            return cards
         except answers.MALFORMED as error:
             raise ServerError(f"{self.url}/v1/models: not a list of models ({answers.described(error)})") from error
 
