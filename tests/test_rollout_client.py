@@ -193,7 +193,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_streamed_or_not(token):
         (b'{"text": "\xff"}', "the answer is not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[1, 2]", "must be a JSON object"),
-        (b"<html>\x1b[31m" + b"x" * 10**6, "lacks what a single request returns"),
+        (b"<html>\x1b[31m" + b"x" * 10**6, "must be JSON, got a page: <html>"),
         (b'{"output_ids": 3, "meta_info": {}}', "output_ids must be a list"),
         (b'{"output_ids": [3], "meta_info": null}', "lacks what a single request returns"),
     ],

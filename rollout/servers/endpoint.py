@@ -175,7 +175,7 @@ async def _answer(
     except UnicodeDecodeError as error:
         raise ServerError(f"{where}: the answer is not UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError:  # some routes answer with plain text
-        if reply.content_type == "text/html":
+        if data.lstrip().startswith(b"<"):
             raise Failed(f"{where}: the answer must be JSON, got a page: {shown}") from None
         return {"message": shown}
     if answer is None:  # others with nothing
