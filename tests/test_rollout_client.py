@@ -770,8 +770,7 @@ def test_control_calls_have_deadlines_and_descriptive_errors():
                 {"rid": "some", "abort_all": False},
                 {"rid": "", "abort_all": True},
             ]
-            with pytest.raises(ValueError, match="/weights_checker: HTTP 404"):
-                await server.api.checksums()
+            assert await server.api.checksums() == []
             a.going.clear()
             assert not await server.api.health()
             a.refuse["/flush_cache"] = answers(503, "starting")

@@ -8,7 +8,6 @@ from typing import Any
 from areax.adapters.tracking import progress
 from areax.rollout import client
 from areax.rollout.errors import ServerError
-from areax.rollout.weights import verify
 from areax.rollout.workflows import teacher
 
 START_S = 600.0  # for servers that start together with a run, which asks them first
@@ -46,7 +45,7 @@ async def weights(teachers: Sequence[str]) -> dict[str, list]:
     for name, urls in teacher.named(teachers).items():
         async with client.connect(urls, key_variable=teacher.KEY, ready_s=START_S) as fleet:
             for server in fleet.servers:
-                sums = await verify.checksums(server)
+                sums = await server.api.checksums()
                 what = f"weights{f' of {name}' if name else ''} in layout {server.layout}"
                 if sums and sums not in (known := found.setdefault(what, [])):
                     known.append(sums)

@@ -68,7 +68,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
 
     resumed = now()
     answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S) if weights.probe else None
-    ranks = await verify.checksums(server)
+    ranks = await server.api.checksums()
     if answer or ranks:  # else another run's weights, loaded meanwhile, would be taken for a fault, or for these
         server.reported = _checked(server, await server.api.reported_weights(reach_s=server.api.reach_s), weights.label)
     difference = verify.probe_difference(server, weights.probe, answer) if weights.probe and answer else None

@@ -7,7 +7,6 @@ and to a checkpoint that lacks some. Until a version is verified, the server's a
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,38 +16,9 @@ from ..servers.labels import MANIFEST, manifest_bytes
 from ..servers.server import Server
 from ..servers.types import Part, Probe, Published
 
-log = logging.getLogger(__name__)
-
 MOVED = 0.02  # nats per token, beyond what rounding weights and logits to bf16 may hide
 # The dtypes of /server_info as files name them. SGLang's "auto" keeps bf16, and rounds fp32.
 STORED = {"auto": "BF16", "bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
-
-
-async def checksums(server: Server) -> list[dict[str, str]]:
-    """The server's checksums, one dict per rank; [] of one that has none.
-
-    It has none if it refuses twice to report them and has never reported any; that is logged once.
-
-    Raises ServerError as `SGLang.checksums`, and if it refuses after it has reported some.
-    """
-    if server.has_checksums is False:
-        return []
-    refused: ValueError | None = None
-    for _ in range(2):
-        try:
-            ranks = await server.api.checksums()
-        except ValueError as error:
-            refused = error
-        else:
-            server.has_checksums = True
-            return ranks
-    if server.has_checksums:
-        raise ServerError(
-            f"{refused}; it must report checksums, as it did before: look for a proxy that answers for it"
-        )
-    server.has_checksums = False
-    log.warning("%s reports no checksums, so its weights are verified by the probe alone (%s)", server.url, refused)
-    return []
 
 
 def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, str]]) -> None:
