@@ -2,6 +2,8 @@
 
 import jax.numpy as jnp
 
+BOUND = 20.0  # of a log ratio
+
 
 def clip(x, low, high):
     """x within [low, high]; the gradient is 1 within and at the bounds, and 0 outside.
@@ -15,7 +17,7 @@ def clip(x, low, high):
 
 def bounded_log(log_BT):
     """A log ratio clipped to [-20, 20]: one faulty token must not overflow the whole step."""
-    return clip(log_BT, -20.0, 20.0)
+    return clip(log_BT, -BOUND, BOUND)
 
 
 def bounded_exp(log_BT):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import kl, metrics
-from .clipping import bounded_exp, bounded_log
+from .clipping import BOUND, bounded_exp, bounded_log
 from .metrics import Metric, Moments
 from .segments import last, to_tokens, total
 
@@ -80,7 +80,8 @@ def finalize_metrics(report: dict[str, Metric | Moments]) -> dict:
     """Host values for the log, as `metrics.to_dict`, plus metrics derived from several sums.
 
     ess: (sum w)^2 / (n sum w^2). prob_pearson: correlation of the trainer's and the sampler's probabilities.
-    perplexity_ratio: exp of the mean log (trainer / sampler). explained_variance: 1 - E (R - V)^2 / var R.
+    perplexity_ratio: exp of the mean log (trainer / sampler), clipped to +-20, because a server may report any
+    log-probability. explained_variance: 1 - E (R - V)^2 / var R.
     """
     out = metrics.to_dict({name: m for name, m in report.items() if not name.startswith("moment_")})
     plain = {name: m for name, m in report.items() if isinstance(m, Metric)}
@@ -93,7 +94,7 @@ def finalize_metrics(report: dict[str, Metric | Moments]) -> dict:
         if _varies(prob.xx, prob.x, prob.count) and _varies(prob.yy, prob.y, prob.count):
             out["prob_pearson"] = float(prob.xy) / math.sqrt(float(prob.xx) * float(prob.yy))
     if "moment_log" in mean:
-        out["perplexity_ratio"] = math.exp(mean["moment_log"])
+        out["perplexity_ratio"] = math.exp(min(max(mean["moment_log"], -BOUND), BOUND))
     if isinstance(returns := report.get("moment_return"), Moments) and _varies(returns.xx, returns.x, returns.count):
         out["explained_variance"] = 1 - float(plain["value_error"].sum) / float(returns.xx)
     if "entropy" in mean and plain["entropy"].edges:

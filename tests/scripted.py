@@ -115,6 +115,8 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False, k
             return aiohttp.web.Response(text="Cache flushed.")
         if request.path == "/health":
             return aiohttp.web.Response(status=200 if state.going.is_set() else 503)
+        if request.path == "/weights_checker":
+            return answer({"detail": "Not Found"}, status=404)
         return answer({"message": "done"})
 
     @aiohttp.web.middleware

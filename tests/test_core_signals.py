@@ -72,6 +72,13 @@ def test_effective_sequences(tokens):
     np.testing.assert_allclose(told["share"], np.mean(found), rtol=1e-6)
 
 
+@pytest.mark.parametrize("logp", [-3e4, float(np.finfo(np.float32).min)])
+def test_one_very_low_log_probability_ends_no_step(logp):
+    gap = np.float32(-logp)
+    told = signals.finalize_metrics({"moment_log": metrics.Metric(gap, 4.0, 0.0, gap, np.zeros(0))})
+    np.testing.assert_allclose(told["perplexity_ratio"], np.exp(20))
+
+
 @pytest.mark.slow
 def test_entropy_is_split_by_advantage_and_has_quantiles():
     entropy = jnp.asarray(np.random.default_rng(0).uniform(0.1, 3, (4, 200)), jnp.float32)

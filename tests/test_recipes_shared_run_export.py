@@ -104,6 +104,28 @@ def test_another_model_in_the_place_of_the_first_is_refused(place, run, tmp_path
     same(tmp_path / "named", run / "model")
 
 
+@pytest.mark.slow
+def test_options_of_adapters_must_be_those_that_they_were_trained_with(run, tmp_path, capsys):
+    """The run's config.json may have been edited since."""
+    shutil.copytree(run, other := tmp_path / "run")
+    options = json.loads((other / "config.json").read_text())
+    for words, changes in (
+        ("lora.alpha must be the run's, 3.0, with which its adapters were trained, got 6.0; put", {"alpha": 6.0}),
+        ("lora.rslora must be the run's, false, with", {"rslora": True}),
+        ("lora.targets must be the run's, q k v", {"targets": ["q"]}),
+        ("lora: --alpha must be a number, got 'x'; put", {"alpha": "x"}),
+        ("lora: --targets must be a tuple of texts, got 5; put", {"targets": 5}),
+        ("lora must have options of this version of areax, got gamma", {"gamma": 5}),
+    ):
+        (other / "config.json").write_text(json.dumps(options | {"lora": options["lora"] | changes}))
+        assert f"{other}/config.json: {words}" in bad(capsys, other, tmp_path / "new")
+    (other / "config.json").write_text(json.dumps(options | {"lora": options["lora"] | {"alpha": 3}}))
+    assert cli.main(["convert", str(other), str(tmp_path / "same")]) == 0
+    inside = other / "state" / "new"
+    assert f"{inside} is inside the run's states" in bad(capsys, other, inside)
+    assert not (tmp_path / "new").exists() and not inside.exists()
+
+
 @pytest.mark.long
 def test_adapters_are_written_as_such_or_merged(run, tmp_path):
     for words, name in (([], "adapter"), (["--merge"], "model")):

@@ -374,7 +374,7 @@ def test_no_wrong_result_of_an_agent_reaches_a_batch(caplog, monkeypatch):
         async with agents.played(run, "agent", **how) as workflow:
             for each in results:
                 current = each
-                caplog.clear()
+                caplog.clear(), episodes._warned.clear()
                 [[sample]] = await episodes.rollouts(workflow, making, [{"prompt": "2 + 2", "answer": "4", "id": 7}])
                 assert_sound(sample, vocabulary=len(TOKENS), newest=3)
                 if caplog.text:

@@ -193,7 +193,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_streamed_or_not(token):
         (b'{"text": "\xff"}', "the answer is not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[1, 2]", "must be a JSON object"),
-        (b"<html>\x1b[31m" + b"x" * 10**6, "lacks what a single request returns"),
+        (b"<html>\x1b[31m" + b"x" * 10**6, "must be JSON, got a page: <html>"),
         (b'{"output_ids": 3, "meta_info": {}}', "output_ids must be a list"),
         (b'{"output_ids": [3], "meta_info": null}', "lacks what a single request returns"),
     ],
@@ -211,6 +211,31 @@ def test_bytes_of_any_kind_are_an_error_of_the_server(body, message, stream):
             said = str(error.value)
             assert said.startswith(f"{a.url}/generate: ") and len(said) < 600 and said.isprintable()
             assert stream or re.search(message, said), said
+
+    run(main)
+
+
+@pytest.mark.parametrize("card", [{"id": 7, "root": "there", "parent": "x"}, {"id": "a", "root": 7, "parent": "x"}, 7])
+def test_a_wrong_list_of_adapters_is_an_error_of_the_server(card):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.refuse["/v1/models"] = answers(200, {"data": [card]})
+            with pytest.raises(RuntimeError, match="/v1/models: not a list of models"):
+                await fleet.servers[0].api.adapters()
+
+    run(main)
+
+
+def test_broken_compression_is_an_error_in_one_line():
+    async def handler(request, _):
+        return aiohttp.web.Response(body=b"no gzip", headers={"Content-Encoding": "gzip"})
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.refuse["/flush_cache"] = handler
+            with pytest.raises(RuntimeError, match="/flush_cache: connection broke .*gzip") as error:
+                await fleet.servers[0].api.flush_cache()
+            assert str(error.value).isprintable()
 
     run(main)
 
@@ -764,8 +789,8 @@ PUSH = [
     "/update_weights_from_disk",
     "/model_info",
     "/continue_generation",
-    "/weights_checker",
 ]
+ASKED = ["/weights_checker"] * 2  # by the first push to a server that has none
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
@@ -782,7 +807,7 @@ def test_a_push_during_generation(tmp_path, mode):
             report = await push_weights(fleet, tmp_path, V1, mode=mode)
             assert fleet.version == 1 and fleet.labels == {V1}
             for server in (a, b):
-                assert controls(server) == PUSH
+                assert controls(server) == [*PUSH, *ASKED]
                 bodies = dict(server.calls)
                 assert bodies["/pause_generation"] == {"mode": mode}
                 assert bodies["/update_weights_from_disk"] == {
@@ -814,14 +839,14 @@ def test_a_server_started_with_the_pushed_version_is_only_verified(tmp_path):
                 a.refuse["/weights_checker"], c.refuse["/weights_checker"] = holds("ab"), holds("cd")
                 fleet.servers[0].fresh = fleet.servers[2].fresh = True
                 report = await push_weights(fleet, tmp_path, V1)
-                assert controls(a) == ["/weights_checker", "/model_info"] and controls(b) == PUSH
+                assert controls(a) == ["/weights_checker", "/model_info"] and controls(b) == [*PUSH, *ASKED]
                 assert report.loaded == (a.url, b.url) and fleet.published.label == V1
                 assert "differ from the manifest, first norm" in report.failed[c.url]
-                c.refuse.clear()
+                c.refuse["/weights_checker"] = holds("ab")
                 await until(lambda: states(fleet) == ["healthy"] * 3)
                 assert "/update_weights_from_disk" in controls(c)
                 await push_weights(fleet, tmp_path, V1)
-                assert controls(a) == ["/weights_checker", "/model_info", *PUSH, "/model_info"]
+                assert controls(a) == ["/weights_checker", "/model_info", *PUSH, "/weights_checker", "/model_info"]
 
     run(main)
 
@@ -859,6 +884,51 @@ def test_tensors_that_a_push_changed_must_have_changed_on_the_server(tmp_path, n
                 wanted = f"reports {V2}, but {len(kept)} tensors are those of .*, first {kept[0]}: it answered"
                 with pytest.raises(RuntimeError, match=wanted):
                     await push_weights(fleet, tmp_path / "1", V2)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        answers(404, {"detail": "Not Found"}),
+        answers(200, None),
+        answers(200, {"ranks": []}),
+        answers(200, {"ranks": [{"checksums": {}}]}),
+        answers(200, {"ranks": [{"checksums": 3}]}),
+        answers(200, {"message": "no JSON"}),
+    ],
+)
+def test_one_wrong_answer_does_not_end_the_comparison_of_checksums(tmp_path, wrong):
+    holds, quick = answers(200, {"ranks": [{"checksums": {"qkv": "0"}}]}), client.Timeouts(retry_s=0.01)
+
+    async def main():
+        async with serving() as a, client.connect([a.url], timeouts=quick) as fleet:
+            asked = 0
+
+            async def once(request, body):
+                nonlocal asked
+                asked += 1
+                return await (wrong if asked == 1 else holds)(request, body)
+
+            a.refuse["/weights_checker"] = once
+            await push_weights(fleet, tmp_path, V1)
+            assert asked == 2 and [*fleet.published.checksums.values()] == [[{"qkv": "0"}]]
+            a.refuse["/weights_checker"] = wrong  # of a server that has reported some
+            with pytest.raises(RuntimeError, match="/weights_checker: .*(as it did before|not a list of checksums)"):
+                await push_weights(fleet, tmp_path, V2)
+
+    run(main)
+
+
+def test_a_server_without_checksums_is_named_once(tmp_path, caplog):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            for label in (V1, V2):
+                await push_weights(fleet, tmp_path, label)
+            [said] = caplog.messages
+            assert said.startswith(f"{a.url} reports no checksums") and "HTTP 404" in said
+            assert controls(a) == [*PUSH, *ASKED, *PUSH]
 
     run(main)
 
@@ -909,7 +979,7 @@ def test_requests_of_a_server_that_fails_a_push_are_rerouted(tmp_path, path, han
             assert (fleet.counts["rerouted"], report.loaded) == (1, (b.url,))
             assert list(report.failed) == [a.url] and reason in report.failed[a.url]
             expected = PUSH[: PUSH.index(path) + 1]
-            assert controls(a)[: len(expected)] == expected and controls(b) == PUSH
+            assert controls(a)[: len(expected)] == expected and controls(b) == [*PUSH, *ASKED]
             assert fleet.version == 1
 
     run(main)

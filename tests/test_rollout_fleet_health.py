@@ -8,6 +8,7 @@ import json
 import random
 from pathlib import Path
 
+import aiohttp.web
 import pytest
 from scripted import V0, V1, V2, answers, check, controls, hangs_up, reply, run, serving, states, until
 
@@ -284,6 +285,35 @@ def test_a_server_with_malformed_answers_counts_as_dead(tmp_path, monkeypatch, b
     run(main)
 
 
+async def page(request, _):
+    return aiohttp.web.Response(text="<html>down for maintenance</html>", content_type="text/html")
+
+
+@pytest.mark.parametrize("wrong", [answers(502, {}), page])
+def test_a_server_for_which_a_proxy_answers_has_time_to_come_back(wrong):
+    """Also at the start, while it loads."""
+
+    async def main():
+        async with serving() as a:
+            asked = 0
+
+            async def twice(request, body):
+                nonlocal asked
+                asked += 1
+                if asked == 2:
+                    del a.refuse["/model_info"]
+                return await wrong(request, body)
+
+            a.refuse["/model_info"] = twice
+            async with connect([a.url]) as fleet:
+                asked, a.refuse["/model_info"] = 0, twice
+                fleet.mark_suspect(fleet.servers[0], "a connection failed")
+                await until(lambda: states(fleet) == ["healthy"])
+                assert fleet.counts["dead"] == 0 and asked == 2
+
+    run(main)
+
+
 def test_an_unexpected_restart_is_detected_while_the_server_is_idle(tmp_path):
     async def main():
         async with serving() as a, watched([a.url]) as fleet:
@@ -300,6 +330,7 @@ def test_weights_replaced_under_their_label_are_named_and_loaded_again(tmp_path,
     async def main():
         async with serving() as a, watched([a.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
+            caplog.clear()
             for source in ("", str(tmp_path)):  # one that does not say it, the one that it was given
                 a.source, asked = source, len(a.calls)
                 await until(lambda asked=asked: sum(path == "/model_info" for path, _ in a.calls[asked:]) > 2)
@@ -321,6 +352,7 @@ def test_weights_replaced_between_two_heartbeats_are_named_by_the_next_push(tmp_
     async def main():
         async with serving() as a, connect([a.url]) as fleet:  # which is not watched
             await push_weights(fleet, tmp_path, V1)
+            caplog.clear()
             a.source = "/other/weights"
             await push_weights(fleet, tmp_path, V2)
             [said] = caplog.messages
@@ -406,6 +438,7 @@ def test_an_adapter_replaced_under_its_name_is_named_and_loaded_again(tmp_path, 
     async def main():
         async with serving() as a, watched([a.url]) as fleet:
             await push_weights(fleet, ours, V1)
+            caplog.clear()
             listed = sum(path == "/v1/models" for path, _ in a.calls)
             await until(lambda: sum(path == "/v1/models" for path, _ in a.calls) > listed + 2)
             assert states(fleet) == ["healthy"] and not caplog.messages

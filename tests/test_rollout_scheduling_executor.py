@@ -9,12 +9,14 @@ import math
 from collections import Counter
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import run, serving, until
 
+from areax.recipes.shared import rollouts as shared_rollouts
 from areax.rollout import client
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes, length_bias
@@ -1035,18 +1037,61 @@ def test_warnings_of_one_kind_are_few(monkeypatch, caplog):
     """Those of a dead server, of which each episode in flight has one at each attempt."""
 
     async def fails(generate, row):
-        raise ServerError(row["why"])
+        raise ServerError(f"{row['why']} (request {next(names)})")
 
     async def group(why):
         with pytest.raises(ServerError, match=why):
             await episodes.group(fails, None, {"why": why}, prompt=0, size=16, seed=0, on_lost=lambda n: None)
 
+    names = itertools.count()
     monkeypatch.setattr(episodes, "PAUSE_S", 0)
-    asyncio.run(group("the only server is gone"))
-    assert caplog.messages[0] == "prompt 0, episode 0, attempt 1: the only server is gone"
+    monkeypatch.setattr(episodes, "_warned", {})
+    asyncio.run(group("http://one:1/generate: gone"))
+    assert caplog.messages[0] == "prompt 0, episode 0, attempt 1: http://one:1/generate: gone (request 0)"
     assert len(caplog.messages) == 2 and "continues without episode" in caplog.messages[1]
-    asyncio.run(group("another reason"))
+    asyncio.run(group("http://two:1/generate: gone"))
     assert len(caplog.messages) == 4
     monkeypatch.setattr(episodes, "AGAIN_S", 0)
-    asyncio.run(group("the only server is gone"))
-    assert caplog.messages[4].endswith(": the only server is gone (and 31 more alike since the last such line)")
+    asyncio.run(group("http://one:1/generate: gone"))
+    assert caplog.messages[4].endswith("(and 31 more alike since the last such line)")
+
+
+def test_a_row_nested_too_deep_is_an_error_in_one_line():
+    row = deep = {}
+    for _ in range(2000):
+        deep["x"] = deep = {}
+    with pytest.raises(ValueError, match=r"^a row must be data, .*recursion.*; row nested too deep, with the fields"):
+        group_of(plain, [row])
+
+
+def test_an_evaluation_that_fails_names_the_row(monkeypatch):
+    async def workflow(generate, row):
+        if row["id"] == 3:
+            raise ServerError("the server is gone")
+        return await plain(generate, row)
+
+    monkeypatch.setattr(episodes, "PAUSE_S", 0)
+    with pytest.raises(ServerError, match="^the server is gone; row id 3$"):
+        play(rollouts(workflow, nothing, ROWS[:5], seed=None))
+    work = shared_rollouts.evaluate(
+        workflow, nothing, {"held": ROWS[:5]}, samples=1, max_concurrent=2, seed=None, on_group=lambda: None
+    )
+    with pytest.raises(ServerError, match="^the evaluation of held failed: the server is gone; row id 3$"):
+        play(work)
+
+
+def test_a_sample_with_other_arrays_than_the_first_is_replayed(caplog, monkeypatch):
+    played = Counter()
+    monkeypatch.setattr(episodes, "_warned", {})
+
+    async def workflow(generate, row):
+        sample, played[row["id"]] = await plain(generate, row), played[row["id"]] + 1
+        odd = row["id"] == 1 and played[1] == 1
+        await asyncio.sleep(float(odd))
+        return sample.replace(arrays={"x": ("target", np.zeros(2))} if odd else {})
+
+    groups, counts = one_batch(workflow, group_size=1)
+    assert [samples[0].prompt for samples in groups] == [0, 1] and counts["retries"] == 1
+    assert not any(sample.arrays for samples in groups for sample in samples)
+    [said] = caplog.messages
+    assert "arrays must be those of the first sample, of which {} differ, got {'x': 'target float'}; row id 1" in said

@@ -150,8 +150,20 @@ def test_missing_log_probabilities_become_nan():
             answer([5, 6, 7], [None, -1.0, -1.0], [None, [[-1.0, 1, None]], [[-1.0, 1, None]]]),
             r"positions, got \[1\] at 3",
         ),
+        (
+            answer([5, 6, 7], [None, -1.0, -1e38], [None, *[[[-0.9, 1, None], [-1.0, 2, None]]] * 2]),
+            r"/generate: a teacher's log-probabilities must be at least -10000, got -1e\+38",
+        ),
+        (
+            answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.9, 1, None], [-3e38, 2, None]]] * 2]),
+            r"/generate: a teacher's log-probabilities must be at least -10000, got -3e\+38",
+        ),
+        (
+            answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.1, 1, None], [-0.2, 2, None]]] * 2]),
+            "/generate: the probabilities of a position's 2 likeliest tokens must have a sum of at most 1, got 1.72",
+        ),
     ],
-    ids=["others", "fewer", "none", "one"],
+    ids=["others", "fewer", "none", "one", "low", "low among the likeliest", "more than 1"],
 )
 def test_an_answer_for_other_tokens_is_an_error(bad, words):
     with pytest.raises(RuntimeError, match=words):

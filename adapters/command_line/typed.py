@@ -29,10 +29,14 @@ def check(config: Any) -> None:
     Raises:
       ValueError: the first of a wrong type, or that is not among the words of a choice, in one line.
     """
-    inside, hints = groups(type(config)), get_type_hints(type(config))
-    marked = get_type_hints(type(config), include_extras=True)
-    for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
+    check_values(type(config), {field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def check_values(kind: type, values: Mapping[str, Any]) -> None:
+    """Checks values for fields of a dataclass, before there is an instance; raises as `check`."""
+    inside, hints, marked = groups(kind), get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    for field in (field for field in dataclasses.fields(kind) if field.name in values):
+        value, hint = values[field.name], hints[field.name]
         if value is tyro.MISSING or _is_a(value, hint):
             if field.name in inside:
                 check(value)

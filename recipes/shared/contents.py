@@ -32,6 +32,7 @@ OF_TOKENIZER = "tokenizer", "tokenizer's rules", "chat template"  # must stay, w
 OF_FROZEN = "model: config.json", "model"  # must stay while weights of --model are used that the state does not hold
 TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapters of a state are another policy
 WEIGHTS = "*.safetensors", "config.json"
+OF_ADAPTERS = (*TRAINED_WITH, "lora.targets")  # what the state's arrays do not show, kept with their hashes
 NONE = "none"  # of a file that is not there
 IMPORTED = "what its code imports"
 INSTALLED = "site-packages", "dist-packages"  # folders of code that is not the user's own
@@ -62,7 +63,8 @@ def same(config: Any, tokens: Any, *, frozen: bool, quiet: bool) -> dict[str, st
 
 
 def of(config: Any, tokens: Any) -> dict[str, str]:
-    """{name: hash} of what the options of a run name, and of its tokenizer and chat template; and {"--OPTION": value}.
+    """{name: hash} of what the options of a run name, and of its tokenizer and chat template; and {"--OPTION": value},
+    of adapters also those that they were trained with.
 
     Weights that are gone are left out, because a run that has read them can do without; so are areax's own code, and
     the weights of served teachers whose servers report no checksums.
@@ -82,6 +84,7 @@ def of(config: Any, tokens: Any) -> dict[str, str]:
         weights = asyncio.run(teachers.weights(served))
         made |= {f"teachers: {what}": _hash(json.dumps(sums, sort_keys=True)) for what, sums in weights.items()}
     made |= {f"--{name}": resume.shown(value) for name, value in named.items()}
+    made |= _of_adapters(options) if options.get("lora.rank") else {}
     return {name: value for name, value in made.items() if value}
 
 
@@ -100,11 +103,12 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
     then = cursor.get("rollout", cursor).get("contents") or {}
     options, changed = resume.options(config), {name: former for name, former, _ in resume.changed(config)}
     out = f"or name another --out than {config.out}"
-    for name in TRAINED_WITH:
-        if name in changed and options["lora.rank"]:
+    for name in TRAINED_WITH if options.get("lora.rank") else ():
+        value, before = (_of_adapters(given)[f"--{name}"] for given in (options, options | changed))
+        if (former := then.get(f"--{name}", before)) != value:
             raise ValueError(
-                f"--{name}: must be the run's, {changed[name]}, with which its adapters were trained, got "
-                f"{options[name]}; give the former, {out}"
+                f"--{name}: must be the run's, {former}, with which its adapters were trained, got {value}; give the "
+                f"former, {out}"
             )
     others = _others(then, now) if any(name.startswith("--") for name in then) else changed
     for name, value in now.items():
@@ -138,6 +142,30 @@ def check_start(then: Mapping[str, str], folder: Path, tokens: Any, *, weights: 
                 f"{where}: {what} of {folder} must be as when the run began, with hash {then[name]}, got {value}; name "
                 f"a copy of the former {then.get('--model', 'model')} with --base"
             )
+
+
+def check_adapters(then: Mapping[str, str], options: Mapping[str, Any], where: str) -> None:
+    """Refuses other options of adapters, by name, than those with which the ones in a state with the hashes `then` were
+    trained; a state of a former version does not know them.
+
+    Args:
+      options: of the run, by the name on the command line.
+      where: begins the message.
+
+    Raises ValueError.
+    """
+    for name, value in _of_adapters(options).items():
+        if (former := then.get(name, value)) != value:
+            raise ValueError(
+                f"{where}: {name[2:]} must be the run's, {former}, with which its adapters were trained, got {value}; "
+                "put it back"
+            )
+
+
+def _of_adapters(options: Mapping[str, Any]) -> dict[str, str]:
+    """{"--OPTION": value} of what adapters are trained with; a whole alpha is the same number as a float."""
+    given = {name: options[name] for name in OF_ADAPTERS}
+    return {f"--{name}": resume.shown(float(x) if type(x) is int else x) for name, x in given.items()}
 
 
 def _of_model(name: str, folder: Path, weights: bool) -> dict[str, str]:

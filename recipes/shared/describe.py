@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from areax.adapters.tracking import run_dir
+from areax.core.clipping import BOUND
 from areax.rollout.scheduling import episodes
 from areax.rollout.types import Sample
 
@@ -24,7 +25,7 @@ def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:
 def agreement(samples: list[Sample], logps: list[np.ndarray], version: int) -> dict[str, float]:
     """Max |d logp| and mean k3 between trainer and sampler on tokens of the current version, in float64.
 
-    k3 = exp(d) - 1 - d with d = trainer - sampler estimates KL(sampler || trainer).
+    k3 = exp(d) - 1 - d with d = trainer - sampler, clipped to +-20 as in training, estimates KL(sampler || trainer).
     """
     now = [s.version == version for s in samples]
     gap = np.concatenate(
@@ -32,7 +33,8 @@ def agreement(samples: list[Sample], logps: list[np.ndarray], version: int) -> d
     )
     if not len(gap):
         return {}
-    return {"max_logp_diff": float(np.abs(gap).max()), "mismatch_k3_now": float(np.mean(np.expm1(gap) - gap))}
+    bounded = np.clip(gap, -BOUND, BOUND)
+    return {"max_logp_diff": float(np.abs(gap).max()), "mismatch_k3_now": float(np.mean(np.expm1(bounded) - bounded))}
 
 
 def batch(samples: list[Sample], version: int) -> dict:

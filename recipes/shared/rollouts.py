@@ -16,6 +16,7 @@ from areax.recipes.shared import evaluation, teachers
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.chat import images
+from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
 from areax.rollout.types import Generate, Sample, Workflow
@@ -161,15 +162,18 @@ async def evaluate(
       on_group: called when a group is done.
     """
     with events.context(of="evaluation"):
-        groups = await executor.rollouts(
-            episode,
-            generate,
-            itertools.chain(*sets.values()),
-            group_size=samples,
-            max_concurrent=max_concurrent,
-            seed=seed,
-            on_group=on_group,
-        )
+        try:
+            groups = await executor.rollouts(
+                episode,
+                generate,
+                itertools.chain(*sets.values()),
+                group_size=samples,
+                max_concurrent=max_concurrent,
+                seed=seed,
+                on_group=on_group,
+            )
+        except ServerError as error:
+            raise ServerError(f"the evaluation of {', '.join(sets)} failed: {error}") from error
     left = iter(groups)
     made = {name: evaluation.summary(list(itertools.islice(left, len(own))), samples) for name, own in sets.items()}
     return made, groups

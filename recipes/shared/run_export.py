@@ -8,6 +8,8 @@ from typing import Any
 
 from areax import models
 from areax.adapters import hf, orbax, peft, safetensors
+from areax.adapters.command_line import typed
+from areax.adapters.command_line.options import by_option
 from areax.adapters.commands import merge as merging
 from areax.adapters.commands.files import AS_SOURCE, Files, check_new, report
 from areax.adapters.runtime import hub
@@ -45,18 +47,22 @@ def convert(
         state does not fit it.
     """
     check_new(destination, directory=files.gguf is None)
+    states = run / run_dir.STATE
+    if states.resolve() in Path(destination).resolve().parents:
+        raise ValueError(f"convert: {destination} is inside the run's states, {states}; choose another destination")
     options = hf.read_json(run / run_dir.CONFIG)
-    spec = lora.Lora(**_given(options, "lora"))
+    spec = _adapters(run, options)
     if spec.rank == 0 and merge:
         raise ValueError(f"convert: --merge needs a run that trains adapters, {run} trains all weights; leave it out")
     if spec.rank and not merge and files != AS_SOURCE:
         raise ValueError(f"convert: adapters are written in float32 in one file, got {files}; merge them with --merge")
-    states = run / run_dir.STATE
     step = orbax.verified(states, step)
     with orbax.opened(states, step) as (arrays, cursor):
         kind = run_dir.recipe(cursor)
         settings, tokens, model = _start(run, options, kind, base)
         known = cursor.get("rollout", cursor).get("contents") or {}
+        if spec.rank:
+            contents.check_adapters(known, by_option({"lora": run_dir.plain(spec)}), str(run / run_dir.CONFIG))
         used = options.get("init") != "random" and (merge or bool(settings.rest))
         contents.check_start(known, Path(model), tokens, weights=used, where=str(run))
         table = models.table(settings)
@@ -71,6 +77,18 @@ def convert(
                 params = merging.joined(settings, _base(options, model, settings), params, spec)
             path = files.save(destination, settings, params, base=model, tokenizer=tokens)
     return report(run, path) | {"step": step}
+
+
+def _adapters(run: Path, options: Mapping[str, Any]) -> lora.Lora:
+    """The run's options of adapters; raises ValueError for values of another type, or that have another name."""
+    values, where = _given(options, "lora"), run / run_dir.CONFIG
+    if unknown := values.keys() - {field.name for field in dataclasses.fields(lora.Lora)}:
+        raise ValueError(f"{where}: lora must have options of this version of areax, got {', '.join(sorted(unknown))}")
+    try:
+        typed.check_values(lora.Lora, values)
+        return lora.Lora(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: lora: {error}; put back what the run wrote") from error
 
 
 def _given(options: Mapping[str, Any], name: str) -> dict[str, Any]:

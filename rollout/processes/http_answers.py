@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 LATER = (408, 425, 429, 503)  # statuses of a server, or of a proxy before it, which have done nothing
+FAILED = (500, 502, 504)  # of one that did not get through the request: what it did is unknown
 LONGEST_WAIT_S = 60.0  # that a server may ask for
 
 

@@ -10,6 +10,11 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
+def one_line(error: BaseException) -> str:
+    """An exception's message in one line: aiohttp's have several."""
+    return printable(" ".join(str(error).split()))
+
+
 def shown(value: Any) -> str:
     """A value as a short line, whatever its own code does."""
     try:

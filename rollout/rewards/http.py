@@ -21,6 +21,7 @@ from yarl import URL
 from ..errors import ServerError
 from ..processes import json_rows, keys
 from ..processes.http_answers import LATER, read_body, wait_s
+from ..processes.printable import one_line
 
 LARGEST = 1 << 20  # bytes of an answer
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
@@ -112,7 +113,7 @@ async def ask(
             except TimeoutError:
                 trouble = f"no answer in {timeout_s:g} s"
             except aiohttp.ClientError as error:
-                trouble = f"{type(error).__name__}: {error}"
+                trouble = f"{type(error).__name__}: {one_line(error)}"
     raise ServerError(f"{shown}: {trouble}, in each of {attempts} attempts")
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .. import sandbox
 from ..errors import ServerError
 from ..processes import http_answers, http_process, keys
+from ..processes.printable import one_line
 from . import Limits, Result
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Remote:
                 return _result(content)
             error = content["error"]["message"]
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, RecursionError) as failed:
-            why = f"{type(failed).__name__}: {failed!s:.200}"
+            why = f"{type(failed).__name__}: {one_line(failed):.200}"
             said = f" (HTTP {status})" if status else ""
             raise ServerError(f"sandbox: no answer from {self.url}{said}: {why}") from failed
         if status == 400:

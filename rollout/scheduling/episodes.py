@@ -7,6 +7,7 @@ import copy
 import itertools
 import logging
 import math
+import re
 import struct
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ ROWS = 1 << 16  # most rows of one episode: sample = rollout * ROWS + row
 AGAIN_S = 10.0  # between warnings of one kind: a dead server fails all episodes in flight
 KINDS = 256  # of warnings that are remembered
 
-_warned: dict[tuple[str, str], tuple[float, int]] = {}  # kind -> (when one was logged, how many were not since then)
+_warned: dict[tuple[str, ...], tuple[float, int]] = {}  # kind -> (when one was logged, how many were not since then)
 
 
 async def rollouts(
@@ -48,7 +49,7 @@ async def rollouts(
     Rejected episodes are missing from their row's list. At most `max_concurrent` rows run at a time. With a `seed`
     (needs servers that honour it) the same policy gives the same samples. `check` as in `group`; `on_group` is called
     when a group is done.
-    Raises the first error; a ServerError once an episode has failed ATTEMPTS times.
+    Raises the first error; a ServerError, which names the row, once an episode has failed ATTEMPTS times.
     """
     limit, failed = asyncio.Semaphore(max_concurrent), False
 
@@ -58,8 +59,10 @@ async def rollouts(
             made = await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed, check=check)
             on_group()
             return made
-        except BaseException:
+        except BaseException as error:
             failed = True
+            if isinstance(error, ServerError) and (which := object_path.row(row)) not in str(error):
+                raise ServerError(f"{error}; {which}") from error
             raise
         finally:
             limit.release()
@@ -154,8 +157,10 @@ async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_re
 
 
 def _warn(error: ServerError, what: str, *args: int) -> None:
-    """Logs an error; of those with the same words one every AGAIN_S seconds, with how many more there were."""
-    now, kind = time.monotonic(), (what, str(error))
+    """Logs an error; of one server's of one type one every AGAIN_S seconds, with how many more there were, since their
+    words have the names of requests; of others one with the same words."""
+    server = re.search(r"https?://[^/\s]+", str(error))
+    now, kind = time.monotonic(), (what, type(error).__name__, server[0] if server else str(error))
     last, more = _warned.pop(kind, (-math.inf, 0))
     due = now - last >= AGAIN_S
     _warned[kind] = (now, 0) if due else (last, more + 1)
@@ -174,7 +179,7 @@ async def _played(workflow, generate, row, check: Check) -> list[Sample]:
     """
     try:
         own = copy.deepcopy(row)
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(
             f"a row must be data, which each episode gets a copy of ({error}); {object_path.row(row)}"
         ) from error

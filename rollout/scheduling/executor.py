@@ -40,7 +40,7 @@ from .episodes import group, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream
-from .validation import checked
+from .validation import checked, forms, like_first
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class Executor:
         self.batches, self.oversample = batches, oversample
         self.vocabulary, self.experts = vocabulary, experts
         self._version: int | None = None  # admitted by all servers
+        self._forms: dict[str, str] | None = None  # of the first sample
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
         self._open: deque[int] = deque()  # prompts to admit before `_next`
         self._deferred: list[int] = []  # stopped prompts, until there are G of them
@@ -321,7 +322,7 @@ class Executor:
             prompt=prompt,
             size=self.group_size,
             seed=self.seed,
-            check=self._checked,
+            check=self._alike,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
         )
@@ -337,6 +338,12 @@ class Executor:
         """A sample that may be trained on; servers may have the version that is being pushed already."""
         newest = None if self._version is None else self._version + 1
         return checked(sample, vocabulary=self.vocabulary, newest=newest, experts=self.experts)
+
+    def _alike(self, sample: Sample) -> Sample:
+        """As `_checked`, with the arrays of the run's first sample: batches have the same for all."""
+        made = self._checked(sample)
+        self._forms = forms(made) if self._forms is None else self._forms
+        return like_first(made, self._forms)
 
     def _count(self, what: str, number: int) -> None:
         self._total[what] += number

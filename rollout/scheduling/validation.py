@@ -70,6 +70,21 @@ def checked(
     )
 
 
+def forms(sample: Sample) -> dict[str, str]:
+    """Kind, type and shape of a sample's arrays, which all samples of a batch must share; any floats are one type."""
+    type_of = lambda x: "float" if x.dtype.kind == "f" else str(x.dtype)
+    return {name: " ".join([kind, type_of(x), *map(str, x.shape[1:])]) for name, (kind, x) in sample.arrays.items()}
+
+
+def like_first(sample: Sample, first: Mapping[str, str]) -> Sample:
+    """The sample itself; raises ValueError unless its arrays have the `forms` of the first one."""
+    if (own := forms(sample)) != first:
+        differ = sorted(name for name in {*own, *first} if own.get(name) != first.get(name))
+        said = lambda some: {name: some[name] for name in differ if name in some}
+        _wrong("arrays", f"be those of the first sample, of which {said(first)} differ", said(own))
+    return sample
+
+
 def _read(how: Callable[[Any], Any], value: Any) -> Any:
     """`how(value)`; None if it fails, or code of the value's own, which may raise anything."""
     try:

@@ -16,8 +16,8 @@ import aiohttp
 
 from ..errors import ServerError
 from ..processes import keys
-from ..processes.http_answers import LATER, read_body, wait_s
-from ..processes.printable import printable
+from ..processes.http_answers import FAILED, LATER, read_body, wait_s
+from ..processes.printable import one_line, printable
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
 LARGEST_ERROR = 2**20  # bytes of an answer with an error
@@ -36,6 +36,10 @@ class Busy(Unreached):
 
 class Broken(ServerError):
     """The connection ended before the whole answer arrived; what the server did is unknown."""
+
+
+class Failed(ServerError):
+    """The server, or a proxy before it, answered that it failed; what the server did is unknown."""
 
 
 def backoff(attempt: int) -> float:
@@ -76,7 +80,8 @@ class Endpoint:
     ) -> dict:
         """Makes one call; with `timeout_s` it is retried for that long while it cannot be delivered.
 
-        A GET changes nothing, so it is also retried after a broken connection.
+        A GET changes nothing, so it is also retried after a broken connection, and while a proxy answers for a server
+        that starts.
 
         Args:
           must_succeed: for routes that answer failures with 200, too: the answer must have `success` true.
@@ -104,8 +109,8 @@ class Endpoint:
                                     raise ValueError(self._key_refused(where))
                                 answer = await _answer(where, reply, on_event, most)
                         break
-                    except (Unreached, Broken) as error:
-                        if timeout_s is None or (isinstance(error, Broken) and method != "GET"):
+                    except (Unreached, Broken, Failed) as error:
+                        if timeout_s is None or (not isinstance(error, Unreached) and method != "GET"):
                             raise
                         delay = max(delay, getattr(error, "wait_s", 0.0))
                         if reach_s is not None and clock() - began + delay > reach_s:
@@ -137,7 +142,8 @@ def _connection_errors(where: str) -> Iterator[None]:
         why = getattr(cause, "strerror", None) or str(cause or "") or error
         raise Unreached(f"{where}: cannot connect ({why})") from error
     except aiohttp.ClientError as error:
-        raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
+        why = one_line(error) or type(error).__name__
+        raise Broken(f"{where}: connection broke ({why})") from error
 
 
 async def _answer(
@@ -158,6 +164,8 @@ async def _answer(
         raise ServerError(f"{where}: HTTP {status}: it redirects to {target!r:.200}; give the server's own address")
     if 400 <= status < 500:
         raise ValueError(f"{where}: HTTP {status}: {_message(data)}")
+    if status in FAILED:
+        raise Failed(f"{where}: HTTP {status}: {shown}")
     if status != 200:
         raise ServerError(f"{where}: HTTP {status}: {shown}")
     try:
@@ -167,6 +175,8 @@ async def _answer(
     except UnicodeDecodeError as error:
         raise ServerError(f"{where}: the answer is not UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError:  # some routes answer with plain text
+        if data.lstrip().startswith(b"<"):
+            raise Failed(f"{where}: the answer must be JSON, got a page: {shown}") from None
         return {"message": shown}
     if answer is None:  # others with nothing
         return {}

@@ -50,7 +50,6 @@ class Server:
       handover: passes it the arrays of a version, if that has any; None = it reads the directory.
       prepare: of a server in this process: stages a version, (label, weights), next to the current one, before the
         trainer donates its arrays; returns what `handover` takes.
-      has_checksums: it may report checksums of its weights.
       proved: the tensors in the manifest of the newest version whose checksums it has proved, and these, by rank.
       probed: the newest probe that it has passed, and its own log-probabilities of it; None = none yet.
       fresh: this run started it with the weights of `label` and has not pushed to it since.
@@ -89,7 +88,6 @@ class Server:
     stager: Stager | None = None
     handover: Handover | None = None
     prepare: Callable[[str, Any], Any] | None = None
-    has_checksums: bool = True
     proved: tuple[dict[str, dict], list[dict[str, str]]] = field(default_factory=lambda: ({}, []))
     probed: tuple[Probe, list[float]] | None = None
     fresh: bool = False

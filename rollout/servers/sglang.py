@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
 from .types import Part, Reported
+
+log = logging.getLogger(__name__)
 
 LONGEST = 2**20  # tokens of an answer, where no number is asked for
 BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
@@ -58,9 +61,11 @@ class SGLang(Endpoint):
 
     Attributes:
       vocabulary: number of the model's tokens, whose ids it may return; 0 = unknown.
+      has_checksums: it reports checksums of its weights; None = unknown.
     """
 
     vocabulary: int = 0
+    has_checksums: bool | None = None
 
     async def describe(self, *, timeout_s: float) -> Description:
         """The server's own description; raises as `call`."""
@@ -164,19 +169,34 @@ class SGLang(Endpoint):
         await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid}, timeout_s=timeout_s)
 
     async def checksums(self, *, timeout_s: float = 600.0) -> list[dict[str, str]]:
-        """The server's own checksums by tensor name, one dict per rank; [] if it does not compute any."""
-        body = {"action": "checksum"}
-        try:
-            answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
-        except ValueError:  # it has no such route
-            return []
-        try:
-            ranks = [rank["checksums"] for rank in answer.get("ranks") or ()]
-            return [{str(name): str(checksum) for name, checksum in rank.items()} for rank in ranks]
-        except answers.MALFORMED as error:
-            raise ServerError(
-                f"{self.url}/weights_checker: not a list of checksums ({answers.described(error)})"
-            ) from error
+        """The server's own checksums by tensor name, one dict per rank; [] of a server that has none.
+
+        It has none if it refuses twice to report them and has never reported any; that is logged once. After one wrong
+        answer it is asked again.
+
+        Raises ServerError as `call`; two answers without checksums, or a refusal after it has reported some.
+        """
+        refused, wrong, body = 0, 0, {"action": "checksum"}
+        while self.has_checksums is not False:
+            try:
+                answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
+                ranks = answers.checksums(answer, f"{self.url}/weights_checker")
+            except ServerError:
+                wrong += 1
+                if wrong == 2:
+                    raise
+            except ValueError as error:
+                refused += 1
+                if refused < 2:
+                    continue
+                if self.has_checksums:
+                    raise ServerError(f"{error}; it must report checksums, as it did before") from error
+                self.has_checksums = False
+                log.warning("%s reports no checksums, so only the probe verifies its weights (%s)", self.url, error)
+            else:
+                self.has_checksums = True
+                return ranks
+        return []
 
     async def load_adapter(self, name: str, directory: str, *, timeout_s: float = 600.0) -> None:
         body = {"lora_name": name, "lora_path": directory}
@@ -191,7 +211,10 @@ class SGLang(Endpoint):
         """Directories of the loaded adapters by name."""
         answer = await self.call("GET", "/v1/models", timeout_s=timeout_s, reach_s=self.reach_s)
         try:
-            return {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
+            cards = {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
+            if not all(isinstance(text, str) for card in cards.items() for text in card):
+                raise TypeError("an adapter's id and root must be text")
+            return cards
         except answers.MALFORMED as error:
             raise ServerError(f"{self.url}/v1/models: not a list of models ({answers.described(error)})") from error
 

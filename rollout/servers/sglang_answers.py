@@ -128,6 +128,17 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
+def checksums(answer: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    """Checksums by tensor name of each rank; raises ServerError, which names `where`, for anything else, or none."""
+    try:
+        ranks = [{str(name): str(x) for name, x in rank["checksums"].items()} for rank in answer["ranks"]]
+    except MALFORMED as error:
+        raise ServerError(f"{where}: not a list of checksums ({described(error)})") from error
+    if not ranks or not all(ranks):
+        raise ServerError(f"{where}: not a list of checksums (none of {'a rank' if ranks else 'any rank'})")
+    return ranks
+
+
 def load_report(answer: Mapping[str, Any]) -> Report | None:
     """The load summed over replicas; None for an answer of another form."""
     try:

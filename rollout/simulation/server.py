@@ -121,6 +121,8 @@ class Server:
                 return await self._generate(body["input_ids"], body["sampling_params"]["max_new_tokens"])
             case "/model_info":
                 return {"weight_version": self.label}
+            case "/weights_checker":
+                return {"ranks": [{"checksums": {"weights": self.label}}]}
             case "/v1/loads":
                 return {"loads": [self.load()]}
             case "/pause_generation":

@@ -68,11 +68,11 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
 
     resumed = now()
     answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S) if weights.probe else None
-    ranks = await server.api.checksums() if server.has_checksums else []
+    ranks = await server.api.checksums()
     if answer or ranks:  # else another run's weights, loaded meanwhile, would be taken for a fault, or for these
         server.reported = _checked(server, await server.api.reported_weights(reach_s=server.api.reach_s), weights.label)
     difference = verify.probe_difference(server, weights.probe, answer) if weights.probe and answer else None
-    if server.has_checksums:
+    if ranks:
         verify.compare_checksums(server, weights, ranks)
     server.weights_verified.set()
     return Loaded(pause_s, load_s, now() - resumed, difference)

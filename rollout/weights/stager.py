@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from ..processes import http_answers, http_process, keys
+from ..processes.printable import one_line
 from ..servers.labels import MANIFEST, version_of
 from . import delta
 from .file_server import KEY, described
@@ -318,7 +319,8 @@ async def _persistently(url: str, once: Callable[[], Awaitable[Result]], progres
             failed, before = (0, now) if now > before else (failed + 1, before)
             if failed == ATTEMPTS:
                 raise RuntimeError(
-                    f"{url}: {ATTEMPTS} attempts in a row without progress; the last: {type(error).__name__}: {error}"
+                    f"{url}: {ATTEMPTS} attempts in a row without progress; the last: {type(error).__name__}: "
+                    f"{one_line(error)}"
                 ) from error
         await asyncio.sleep(PAUSE_S * 2**failed)
 

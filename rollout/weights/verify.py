@@ -24,16 +24,13 @@ STORED = {"auto": "BF16", "bfloat16": "BF16", "float16": "F16", "half": "F16", "
 def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, str]]) -> None:
     """Compares the server's checksums with the manifest's if they cover the same tensors, else with those of the first
     verified server of the same layout, and with its own of the version before: what changed in the manifest must have
-    changed there. A server that reports none passes.
+    changed there.
 
     Args:
       ranks: what `SGLang.checksums` returned.
 
     Raises ServerError if they differ.
     """
-    if not ranks:
-        server.has_checksums = False
-        return
     entries = _entries(weights.directory)
     wanted = {name: entry["xxh3_128"] for name, entry in entries.items()}
     if kept := _kept(server, entries, ranks):
