@@ -336,8 +336,8 @@ def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
     stored = max((job.bytes_of(leaf) for leaf in stack.values() if expert(leaf)), default=0)
     used = sum(experts) * ((min(stored, item) if gathers(job) else stored) + WIDE) + max(experts, default=0) * item
     if gathers(job):
-        others = [leaf for other in job.stacks if _take_turns(stack, other) for leaf in other.values()]
-        used += sum(job.whole(leaf) for leaf in others if expert(leaf)) * WIDE
+        waiting = [leaf for other in job.stacks if _take_turns(stack, other) for leaf in other.values()]
+        used += sum(job.whole(leaf) for leaf in waiting if expert(leaf)) * WIDE
     if depth(stack) == 1 and not gathers(job):
         used = sum(experts) * item
     others = [job.whole(leaf) for leaf in stack.values() if not expert(leaf)]
