@@ -35,6 +35,9 @@ class Countdown:
 
     closed = 0
 
+    def __init_subclass__(cls):
+        cls.closed = 0  # each class counts its own
+
     def __init__(self, reward=1.0):
         self.reward = reward
 
@@ -312,9 +315,9 @@ def test_a_world_blocks_no_other():
     ],
 )
 def test_an_environment_is_tried_before_a_run(world, how, line):
-    closed = loaded(Countdown).closed, loaded(Full).closed
+    closes = lambda: [loaded(one).closed for one in (Countdown, Full)]
+    before = closes()
     tried = environments.check(f"{__file__}:{world.__name__}", {"from": 3}, tokenizer=TOKENS, **how)
     with pytest.raises(ValueError, match=re.escape(line)) if line else contextlib.nullcontext():
         asyncio.run(tried)
-    now = loaded(Countdown).closed, loaded(Full).closed
-    assert now == (closed[0] + (world is Countdown and not how), closed[1] + (world is Full))
+    assert closes() == [before[0] + (world is Countdown and not how), before[1] + (world is Full)]
