@@ -160,3 +160,10 @@ def benchmark_modules(monkeypatch):
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def warnings_anew():
+    """A test's warnings do not depend on those of the test before: of a kind one is logged every ten seconds."""
+    if episodes := sys.modules.get("areax.rollout.scheduling.episodes"):
+        episodes._warned.clear()
