@@ -19,6 +19,8 @@ from typing import Any
 
 import xxhash
 
+from .processes.printable import one_line
+
 FILES = "areax_file_"  # begins the names of modules loaded from files
 LONGEST = 2000  # characters of an error message
 HOW = "write 'package.module:function' or 'path/to/file.py:function'"
@@ -91,7 +93,7 @@ def module(place: str) -> ModuleType:
             raise ValueError(
                 f"{place}: there is no module {missing!r}; is it installed? (a file is named by its path, with .py)"
             ) from None
-        raise ValueError(f"{place}: cannot be imported ({_one_line(error)})") from error
+        raise ValueError(f"{place}: cannot be imported ({one_line(error)})") from error
     except (Exception, SystemExit) as error:  # of the module's own code, which may do anything
         file = str(Path(place).resolve()) if is_file else None
         raise ValueError(f"{place}: its import ends with {line(error, file)}") from error
@@ -107,11 +109,7 @@ def line(error: BaseException, function: Any = None) -> str:
     file = inspect.unwrap(function).__code__.co_filename if inspect.isfunction(function) else function
     relevant = [frame for frame in frames if frame.filename == file] or frames
     place = f" ({Path(relevant[-1].filename).name}:{relevant[-1].lineno})" if relevant else ""
-    return f"{type(error).__name__}: {_one_line(error)[:LONGEST]}{place}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return f"{type(error).__name__}: {one_line(error)[:LONGEST]}{place}"
 
 
 def row(row: object, limit: int = 120) -> str:

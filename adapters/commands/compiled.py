@@ -180,7 +180,7 @@ def _file(text: str, chip: str, platform: str) -> Path | None:
     folder = compile_cache.made("compiled")
     if folder is None:
         return None
-    how = [Path(module or "").read_text() for module in (__file__, buffers.__file__)]
+    how = [Path(__file__).with_name(name).read_text() for name in ("compiled.py", "buffers.py")]
     known = [__version__, how, text, chip, jax.__version__, repr(targets.OPTIONS[platform]), targets.version(platform)]
     return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
 

@@ -124,7 +124,7 @@ def _conversation(row: Mapping[str, Any], ignore: Iterable[str]) -> list[dict[st
         if name in READ | OF_THE_RUN | {*ignore} or not value or (name, value) == ("tool_choice", "auto"):
             continue
         raise ValueError(
-            f"{name} = {value!r:.80} cannot be had; give the option ignore, such as {[name]}, to go without"
+            f"{name} = {value!r:.80} is not supported; to drop it, set the option ignore, such as {[name]}"
         )
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
     given = asked["input"]

@@ -325,16 +325,19 @@ def _all_weights(job: Job, stack: Mapping[str, Leaf]) -> float:
 def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
     """Weights in use at a time.
 
-    Of experts all as they are stored, or as they are gathered, with the sums of their gradients, and one matrix in the
-    dtype of the computation; of a run of a single layer only the latter of all, since nothing is copied from or to a
-    stack. Where layers of several kinds take turns, gradients of those of the other kinds are not scattered yet. Of
-    other weights the largest; on a mesh with its gradient, and the one that is gathered next. Frozen ones are not cast,
-    so that the layer's part of each stack is a copy.
+    Of experts all as they are stored, with the sums of their gradients, and one matrix in the dtype of the computation;
+    over fsdp alone all in that dtype, in which they are gathered (over ep compilers need more: not understood). Of a
+    run of a single layer only that matrix of all, since nothing is copied from or to a stack. Where layers of several
+    kinds take turns, gradients of those of the other kinds are not scattered yet. Of other weights the largest; on a
+    mesh with its gradient, and the one that is gathered next. Frozen ones are not cast, so that the layer's part of
+    each stack is a copy.
     """
     item = job.itemsize
     experts = [job.whole(leaf) for leaf in stack.values() if expert(leaf)]
     stored = max((job.bytes_of(leaf) for leaf in stack.values() if expert(leaf)), default=0)
-    used = sum(experts) * ((min(stored, item) if gathers(job) else stored) + WIDE) + max(experts, default=0) * item
+    if gathers(job) and job.size("ep") == 1:
+        stored = min(stored, item)
+    used = sum(experts) * (stored + WIDE) + max(experts, default=0) * item
     if gathers(job):
         waiting = [leaf for other in job.stacks if _take_turns(stack, other) for leaf in other.values()]
         used += sum(job.whole(leaf) for leaf in waiting if expert(leaf)) * WIDE

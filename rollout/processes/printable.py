@@ -11,7 +11,7 @@ def printable(line: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message in one line: aiohttp's have several."""
+    """An exception's message in one line; many have several, such as aiohttp's."""
     return printable(" ".join(str(error).split()))
 
 

@@ -157,8 +157,10 @@ async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_re
 
 
 def _warn(error: ServerError, what: str, *args: int) -> None:
-    """Logs an error; of one server's of one type one every AGAIN_S seconds, with how many more there were, since their
-    words have the names of requests; of others one with the same words."""
+    """Logs an error, at most once in AGAIN_S seconds for each kind, with how many more there were.
+
+    Errors of one type from one server are a kind, because their words differ by the request; others by their words.
+    """
     server = re.search(r"https?://[^/\s]+", str(error))
     now, kind = time.monotonic(), (what, type(error).__name__, server[0] if server else str(error))
     last, more = _warned.pop(kind, (-math.inf, 0))

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from .. import object_path
+from ..processes.printable import one_line
 
 log = logging.getLogger(__name__)
 
@@ -33,4 +34,4 @@ class Failures:
 
 def line(error: BaseException) -> str:
     """An error in one line: its type and its message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST]
+    return f"{type(error).__name__}: {one_line(error)}"[:LONGEST]

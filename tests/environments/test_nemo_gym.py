@@ -145,11 +145,14 @@ def test_rows_for_evaluation_are_of_another_file():
     [
         (None, "must have responses_create_params with an input"),
         ({"input": []}, "must have responses_create_params with an input"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, r"reasoning = .* cannot be had; give the option ignore"),
+        (
+            {"input": "x", "reasoning": {"effort": "high"}},
+            r"reasoning = .* is not supported; to drop it, set the option ignore",
+        ),
         ({"input": [{"content": "x"}]}, r"input must be items of OpenAI's Responses \(KeyError: 'role'\)"),
         ({"input": [{"role": "user", "content": None}]}, "input must be items of OpenAI's Responses .TypeError"),
         ({"input": ["x"]}, "input must be items of OpenAI's Responses .AttributeError"),
-        ({"input": "x", "tool_choice": "required"}, "tool_choice = 'required' cannot be had"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice = 'required' is not supported"),
         ({"input": [{"type": "reasoning"}]}, "input must be messages, calls and their outputs, got reasoning"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input must be texts, got input_image"),
     ],
