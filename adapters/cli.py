@@ -9,14 +9,13 @@ import os
 import select
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from inspect import cleandoc
-from types import FrameType
 from typing import Annotated, Literal, NoReturn
 
 import tyro
 
+from ..core import origin
 from ..rollout.chat import formats
 from ..rollout.processes.printable import printable
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
@@ -460,7 +459,7 @@ def _exits_shown() -> Iterator[None]:
 
     def shown(status: int) -> NoReturn:
         caller = sys._getframe(1)
-        if os.getpid() == own and not _ours(caller):
+        if os.getpid() == own and not origin.ours(caller):
             where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
             print(
                 f"{where}: os._exit({status}) ended the command at once, without what it does at its end",
@@ -504,7 +503,7 @@ def _main(argv: list[str] | None) -> int:
         print(_one_line_of(error), file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not _raised_here(error):
+        if not origin.raised_here(error):
             raise
         print(_one_line_of(error), file=sys.stderr)
         return 1
@@ -525,16 +524,6 @@ def _unread() -> bool:
     outputs = select.poll()
     outputs.register(sys.stdout, 0)
     return bool(outputs.poll(0))
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether areax raised the error: its message is then enough, while a bug in user code needs a traceback."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return _ours(frame)
-
-
-def _ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
 
 
 def _forward(command, arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 Finish = Literal["stop", "length", "abort", "error"]
 LARGEST_LOGP = 1e-3  # nats: a log-probability is at most 0, up to rounding
+LEAST_LOGP = -1e4  # nats: far below what any model of finite logits gives a token; servers report -inf as -3.4e38
 
 
 @dataclass(frozen=True)

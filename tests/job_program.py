@@ -20,6 +20,7 @@ from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes import grpo, preference
 from areax.recipes.shared import common, learner, score_head, trainer
+from areax.rollout.servers import sglang_answers
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
@@ -157,10 +158,13 @@ def _refusal(check) -> str:
 
 
 def leave(how: str) -> None:
-    """Process 1 leaves by `sys.exit`, with nothing when all is done or with a text while process 0 waits for it."""
+    """Process 1 leaves by `sys.exit`, with nothing when all is done or with a text while process 0 waits for it, or by
+    an error of areax's own."""
+    if jax.process_index() == 1 and how == "error":
+        sglang_answers.ids("enough of this", 0)
     if jax.process_index() == 1:
         sys.exit({"nothing": None, "text": "enough of this"}[how])
-    if how == "text":
+    if how != "nothing":
         processes.anyone(False)
 
 

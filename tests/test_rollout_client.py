@@ -33,6 +33,7 @@ from scripted import (
 )
 
 from areax.rollout import client
+from areax.rollout.errors import ServerError
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.processes import http_answers
 from areax.rollout.servers import endpoint, labels
@@ -130,9 +131,9 @@ def bad(change):
         (lambda meta: meta["weight_versions"].pop(), "cover each token once"),
         (lambda meta: meta["output_token_logprobs"].pop(), "logprobs of 1 tokens do not belong"),
         (lambda meta: meta["output_token_logprobs"][0].__setitem__(1, 7), "do not belong"),
-        (lambda meta: meta["output_token_logprobs"][1].__setitem__(0, None), "a finite number of at most 0, got None"),
+        (lambda meta: meta["output_token_logprobs"][1].__setitem__(0, None), "a number from -10000 to 0, got None"),
         (lambda meta: meta.pop("finish_reason"), "lacks what a single request returns"),
-        *((logp_is(x), "must be a finite number of at most 0") for x in (0.5, math.nan, -math.inf, "x", True)),
+        *((logp_is(x), "must be a number from -10000") for x in (0.5, math.nan, -math.inf, -3.4e38, -1e5, "x", True)),
         *((finish_is(x), "the finish must be one of stop, length") for x in ("tired", 7, None)),
         (lambda meta: meta.update(finish_reason="stop"), "lacks what a single request returns"),
         (lambda meta: meta["weight_versions"][0].update(version=5), "a version must be a string, got 5"),
@@ -150,6 +151,21 @@ def test_an_inconsistent_answer_is_refused(change, message):
             with pytest.raises(RuntimeError, match=message) as error:
                 await fleet.generate([1])
             assert str(error.value).startswith(f"{a.url}/generate: ") and "\n" not in str(error.value)
+
+    run(main)
+
+
+def test_tokens_after_a_stop_token_are_refused():
+    async def main():
+        async with serving() as a, client.connect([a.url], ends=[9]) as fleet:
+            for stops, ids in (({}, [1, 9, 2]), ({"stop_token_ids": [7]}, [7, 7])):
+                whole = reply(ids, [-1.0] * len(ids), [V0] * len(ids), "length")
+                a.script = [answers(200, whole)] * 2
+                with pytest.raises(
+                    RuntimeError, match=f"must end at the first stop token, got tokens after {max(ids)}"
+                ):
+                    await fleet.generate([1], **stops)
+                assert (await fleet.generate([1], ignore_eos=True, **stops)).tokens == ids
 
     run(main)
 
@@ -183,6 +199,21 @@ def test_a_token_that_the_model_does_not_have_is_refused_streamed_or_not(token):
                 a.script = [streamed(body) if on_tokens else answers(200, body)]
                 with pytest.raises(RuntimeError, match=f"^{a.url}/generate: .*from 0 on, below the vocabulary size 50"):
                     await fleet.generate([1], on_tokens=on_tokens)
+
+    run(main)
+
+
+@pytest.mark.parametrize("status", [403, 404, 413, 451])
+def test_a_page_of_a_proxy_is_an_error_of_the_server_and_its_own_words_a_refusal(status):
+    page = aiohttp.web.Response(body=b"<html>Forbidden", status=status, content_type="text/html")
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [lambda *_: asyncio.sleep(0, page), answers(status, {"error": "no"})]
+            with pytest.raises(ServerError, match=f"/generate: HTTP {status}: <html>Forbidden"):
+                await fleet.generate([1])
+            with pytest.raises(ValueError, match=f"/generate: HTTP {status}: no"):
+                await fleet.generate([1])
 
     run(main)
 

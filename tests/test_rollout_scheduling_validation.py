@@ -44,12 +44,16 @@ def changed(**fields):
         ({"tokens": np.array([1, 2, 5.5, 4])}, "tokens must have 4 whole numbers"),
         ({"tokens": [1, 2, "3", 4]}, "tokens must have 4 whole numbers"),
         ({"tokens": np.array([[1, 2], [3, 4]])}, "tokens must have 4 whole numbers"),
-        ({"logp": np.array([0, 0, 0.5, -1.0])}, "logp must be finite and at most 0, got .*0.5"),
-        ({"logp": np.array([0, 0, np.nan, -1.0])}, "logp must be finite"),
-        ({"logp": np.array([0, 0, -np.inf, -1.0])}, "logp must be finite"),
+        ({"logp": np.array([0, 0, 0.5, -1.0])}, r"logp must lie in \[-10000, 0\], got .*0.5"),
+        ({"logp": np.array([0, 0, np.nan, -1.0])}, "logp must lie in"),
+        ({"logp": np.array([0, 0, -np.inf, -1.0])}, "logp must lie in"),
+        ({"logp": np.array([0, 0, -3.4e38, -1.0])}, "logp must lie in .*-3.4e.38"),
         ({"logp": np.array([0, 0, -1.0])}, "logp must have 4 numbers"),
         ({"version": np.array([-1, -1, 7, 10])}, r"version must lie in \[-1, the newest version \+ 1 = 10\), got 10"),
         ({"version": np.array([-1, -1, 7, -2])}, "version must lie in .* got -2"),
+        ({"version": np.array([-1, -1, 7, -1])}, "mask must cover sampled tokens alone, .* got array.*7, -1"),
+        ({"mask": np.array([False, True, True, True])}, "mask must cover sampled tokens alone"),
+        ({"logp": np.zeros(4), "version": np.full(4, -1)}, "mask must cover sampled tokens alone"),
         ({"version": np.array([-1, -1, 7.0, 8.0])}, "version must have 4 whole numbers"),
         ({"mask": np.array([0, 0, 1, 1])}, r"mask must be bool\[4\]"),
         ({"turn": None}, "turn must have 4 whole numbers, got None"),
@@ -110,7 +114,8 @@ def test_a_wrong_value_is_named(fields, words):
 
 
 def test_good_samples_pass():
-    assert violation(GOOD) == violation(GOOD, vocabulary=5, newest=8) == ""
+    unnamed = dataclasses.replace(GOOD, version=np.full(4, -1))  # of weights whose label has no number
+    assert violation(GOOD) == violation(GOOD, vocabulary=5, newest=8) == violation(unnamed) == ""
     rounded = dataclasses.replace(GOOD, logp=np.array([0, 0, 1e-6, -2.0], np.float32))  # log-softmax in float32
     unscored = dataclasses.replace(GOOD, rewards=((3, float("nan")),), components={"form": float("nan")})
     right = dataclasses.replace(GOOD, rewards=((3, True),), components={"exact": np.True_, "form": np.float32(0.5)})
@@ -128,6 +133,6 @@ def test_no_value_makes_the_check_itself_fail_or_passes_as_tokens(field, value):
         if field in ("tokens", "logp", "version") and isinstance(value, int | float) and not isinstance(value, bool):
             entries = list(getattr(GOOD, field))
             entries[i] = value
-            bounds = {"tokens": (0, 4), "version": (-1, 9), "logp": (-1.8e308, 1e-3)}[field]
+            bounds = {"tokens": (0, 4), "version": (0, 9), "logp": (-1e4, 1e-3)}[field]
             holds = bounds[0] <= value <= bounds[1] and (field == "logp" or isinstance(value, int))
             assert bool(violation(changed(**{field: np.array(entries)}), vocabulary=5, newest=8)) is not holds

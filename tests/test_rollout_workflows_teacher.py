@@ -152,11 +152,11 @@ def test_missing_log_probabilities_become_nan():
         ),
         (
             answer([5, 6, 7], [None, -1.0, -1e38], [None, *[[[-0.9, 1, None], [-1.0, 2, None]]] * 2]),
-            r"/generate: a teacher's log-probabilities must be at least -10000, got -1e\+38",
+            r"/generate: a log-probability must be a number from -10000 to 0, got -1e\+38",
         ),
         (
             answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.9, 1, None], [-3e38, 2, None]]] * 2]),
-            r"/generate: a teacher's log-probabilities must be at least -10000, got -3e\+38",
+            r"/generate: a log-probability must be a number from -10000 to 0, got -3e\+38",
         ),
         (
             answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.1, 1, None], [-0.2, 2, None]]] * 2]),

@@ -17,6 +17,8 @@ from typing import Any, NoReturn, TextIO
 
 from jax._src.distributed import global_state  # its key-value store has no public API
 
+from ...core import origin
+
 LOST = 3  # exit code of a process that ends because another process failed
 GRACE_S = 25.0  # for process 0 to clean up: servers, folders
 START_S = 300  # for all processes to start
@@ -81,6 +83,9 @@ class Watch:
                 print(error.code, file=sys.stderr)
         elif isinstance(error, ValueError | OSError):
             code = 2
+            print(" ".join(str(error).split()), file=sys.stderr)
+        elif isinstance(error, RuntimeError) and origin.raised_here(error):
+            code = 1
             print(" ".join(str(error).split()), file=sys.stderr)
         else:
             code = 1

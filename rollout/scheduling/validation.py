@@ -13,7 +13,7 @@ import numpy as np
 
 from ..processes.printable import shown
 from ..rewards.signatures import COMPONENTS, LARGEST, LONGEST_NAME
-from ..types import LARGEST_LOGP, Finish, Image, Sample
+from ..types import LARGEST_LOGP, LEAST_LOGP, Finish, Image, Sample
 
 IDS = "group", "prompt", "sample", "rollout", "pair"
 
@@ -43,9 +43,11 @@ def checked(
     _within("tokens", tokens, 0, vocabulary or 2**31, "vocabulary size ")
     _within("version", version, -1, 2**31 if newest is None else newest + 1, "the newest version + 1 = ")
     _within("turn", turn, 0, 2**31, "")
-    _all("logp", "be finite and at most 0", logp[mask], lambda x: (x <= LARGEST_LOGP) & (x >= -LARGEST))
+    _all("logp", f"lie in [{LEAST_LOGP:g}, 0]", logp[mask], lambda x: (x >= LEAST_LOGP) & (x <= LARGEST_LOGP))
     _all("logp", "be 0 outside the mask", logp[~mask], lambda x: x == 0)
     _all("version", "be -1 outside the mask", version[~mask], lambda x: x == -1)
+    if (version[mask] < 0).any() and ((version >= 0).any() or not logp[mask].any()):  # else weights had no version
+        _wrong("mask", "cover sampled tokens alone, which have the version that sampled them", sample.version)
     group, prompt, number, rollout, pair = (_id(name, getattr(sample, name)) for name in IDS)
     return Sample(
         tokens=tokens.astype(np.int32),

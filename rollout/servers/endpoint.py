@@ -162,9 +162,10 @@ async def _answer(
     if 300 <= status < 400:
         target = keys.redacted(reply.headers.get("Location", "nowhere"))
         raise ServerError(f"{where}: HTTP {status}: it redirects to {target!r:.200}; give the server's own address")
-    if 400 <= status < 500:
+    page = data.lstrip().startswith(b"<")  # a proxy's, not the server's own
+    if 400 <= status < 500 and not (page and reply.method == "POST"):
         raise ValueError(f"{where}: HTTP {status}: {_message(data)}")
-    if status in FAILED:
+    if status in FAILED or (status >= 400 and page):
         raise Failed(f"{where}: HTTP {status}: {shown}")
     if status != 200:
         raise ServerError(f"{where}: HTTP {status}: {shown}")
@@ -175,7 +176,7 @@ async def _answer(
     except UnicodeDecodeError as error:
         raise ServerError(f"{where}: the answer is not UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError:  # some routes answer with plain text
-        if data.lstrip().startswith(b"<"):
+        if page:
             raise Failed(f"{where}: the answer must be JSON, got a page: {shown}") from None
         return {"message": shown}
     if answer is None:  # others with nothing

@@ -272,6 +272,12 @@ class SGLang(Endpoint):
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
         part = self._part(answer, body["rid"], experts_per_token)
         self._check_number(part.tokens, asked)
+        stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ())  # SGLang drops both
+        if after := set(stops).intersection(part.tokens[:-1]):
+            raise ServerError(
+                f"{self.url}/generate: an answer must end at the first stop token, got tokens after {min(after)}; look "
+                "for a server, or a proxy, that drops stop_token_ids"
+            )
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
         if prompt.images and read != sent:
             raise ServerError(

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ..errors import ServerError
-from ..types import LARGEST_LOGP, Finish
+from ..types import LARGEST_LOGP, LEAST_LOGP, Finish
 from .concurrency import Report
 from .labels import per_token
 from .types import Part
@@ -23,7 +23,6 @@ BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
-LEAST_LOGP = float(np.finfo(np.float32).min)  # training has log-probabilities in float32
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
@@ -90,9 +89,9 @@ def _id(token: Any, vocabulary: int) -> int:
 
 
 def logprob(value: Any) -> float:
-    """A log-probability in nats; raises ServerError unless it is finite in float32, and at most 0 up to rounding."""
+    """A log-probability in nats; raises ServerError unless it is a number from LEAST_LOGP to 0, up to rounding."""
     if type(value) not in (int, float) or not LEAST_LOGP <= value <= LARGEST_LOGP:
-        raise ServerError(f"a log-probability must be a finite number of at most 0, got {value!r:.80}")
+        raise ServerError(f"a log-probability must be a number from {LEAST_LOGP:g} to 0, got {value!r:.80}")
     return float(value)
 
 

@@ -17,9 +17,6 @@ from ..fleet.fleet import Fleet
 from ..types import Sample
 
 KEY = "AREAX_TEACHER_KEY"  # environment variable: the key that the servers of teachers require
-
-
-LEAST_LOGP = -1e4  # nats: a token far less likely than any model of finite logits has it makes every step infinite
 ROUNDING = 0.02  # by which rounded probabilities of the likeliest tokens may exceed 1 in sum
 
 
@@ -35,8 +32,7 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
 
     Raises:
       ValueError: a server refuses the request (too many tokens for its context, or K too large).
-      ServerError: no answer, or one for other tokens; log-probabilities below LEAST_LOGP, or of which the
-        probabilities sum to more than 1.
+      ServerError: no answer, or one for other tokens; log-probabilities of which the probabilities sum to more than 1.
     """
     url, part = await fleet.read(tokens, top_k=top_k)
     n = len(tokens)
@@ -54,12 +50,6 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
             )
         for i, row in enumerate(part.input_top[1:], 1):
             ids[i], top[i] = [one[1] for one in row], [number(one[0]) for one in row]
-    if (low := np.concatenate([logp, top.ravel()]) < LEAST_LOGP).any():
-        least = min(logp.min(initial=0, where=logp < LEAST_LOGP), top.min(initial=0, where=top < LEAST_LOGP))
-        raise ServerError(
-            f"{url}/generate: a teacher's log-probabilities must be at least {LEAST_LOGP:g}, got {least:g} and "
-            f"{low.sum()} such; serve a teacher with finite logits"
-        )
     if (total := np.nansum(np.exp(top[1:]), axis=1).max(initial=0)) > 1 + ROUNDING:
         raise ServerError(
             f"{url}/generate: the probabilities of a position's {top_k} likeliest tokens must have a sum of at most 1, "
