@@ -90,9 +90,10 @@ def score(
         return local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)
 
     def split(hidden_BTD, head_VD, *given):
-        turned = _gathered(head_VD, hidden_BTD.dtype)
-        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, turned=turned)
-        return one(hidden_BTD, None, *given)
+        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
+        if meshes.size(*COLUMNS) == 1:
+            return one(hidden_BTD, head_VD, *given)
+        return one(hidden_BTD, None, *given, turned=_gathered(head_VD, hidden_BTD.dtype))
 
     each = rows()
     specs = each, spec(STORED), each, each, each, each, ((each, TABLE),) * len(others)

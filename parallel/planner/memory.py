@@ -263,9 +263,9 @@ def phases(job: Job) -> dict[str, Phase]:
     if job.vision:  # after all layers; a frozen one is before them
         new = layers + head if job.vision.trained else 0
         found["tower"] = Phase(total + new, round(towers.saved(job)), 0, beside + round(towers.working(job)))
-    if gathers(job) or job.microbatches == 1:
-        # XLA makes room for the layers' gradients before the head, on a mesh where that raises the peak by little; the
-        # head's gradient is scattered after the layers.
+    if job.mesh.size > 1 or job.microbatches == 1:
+        # XLA makes room for the layers' gradients before the head, where weights are gathered if that raises the peak
+        # by little; the head's gradient is scattered after the layers.
         first = found["head"]
         room = max(found["layers"].total - first.total, round(AHEAD * first.total)) if gathers(job) else layers
         found["head"] = replace(first, gradients=first.gradients + min(layers, room))

@@ -54,7 +54,7 @@ def _values(job: Job) -> dict[str, float]:
 def _mergers(job: Job) -> float:
     """Of the mergers, which are not computed again: norms, and the hidden layer before and after its activation."""
     tower = job.vision
-    return (1 + len(tower.taps)) * job.local_patches * tower.embed * (3 * WIDE + 4 * job.itemsize)
+    return (1 + len(tower.taps)) * job.local_patches * tower.embed * (2 * WIDE + 4 * job.itemsize)
 
 
 def working(job: Job) -> float:

@@ -14,7 +14,7 @@ from areax.parallel.planner import memory
 from areax.parallel.planner.chips import CHIPS
 
 NEAR = 0.1  # of the compiled peak
-BELOW = 0.01  # and a plan is not lower by more than this
+BELOW = 0.04  # and a plan is not lower by more than half of what `figures.USABLE` leaves
 UNREAD = "index_BT"  # of a single microbatch; attention kernels find out by themselves where sequences begin
 TABLE = os.environ.get("AREAX_PLANS_TABLE", "")  # file to which rows of docs/compiled.md are added
 
