@@ -17,7 +17,7 @@ import tyro
 
 from ..core import origin
 from ..rollout.chat import formats
-from ..rollout.processes.printable import printable
+from ..rollout.processes.printable import one_line, printable
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
 from .command_line import parse
 from .command_line.options import UNPREFIXED
@@ -548,7 +548,7 @@ def _recipe_of(name: str, arguments: list[str]) -> str:
 def _one_line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return printable(f"{error.filename}: {error.strerror}")
-    text = printable(" ".join(str(error).split()))
+    text = one_line(error)
     if len(text) > log_lines.LONGEST:  # what to do stands at its end
         half = log_lines.LONGEST // 2
         text = f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"

@@ -81,9 +81,9 @@ class Float8:
         index = np.empty((max(1, CHUNK // len(column)), len(column)), np.intp)
         for block in range(row[0], row[-1] + 1):
             scale = scales[block, first:last].astype(np.float32)
-            if bad := [one for one in scale if not abs(one) <= LARGEST_SCALE]:
+            if bad := [one for one in scale if not 0 <= one <= LARGEST_SCALE]:
                 raise ValueError(
-                    f"{self.name}: scales must be finite and at most {LARGEST_SCALE:.2g}, got {bad[0]:.3g}; use "
+                    f"{self.name}: scales must lie in [0, {LARGEST_SCALE:.2g}], got {bad[0]:.3g}; use "
                     "another checkpoint"
                 )
             table = (FLOAT8 * scale[:, None]).astype(BF16).view(np.uint16).ravel()

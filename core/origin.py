@@ -1,4 +1,4 @@
-"""Where an exception came from: an error of areax's own needs no traceback, a bug in a user's code does."""
+"""Where an exception came from, and what it says: one of our own needs no traceback, a bug in a user's code does."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def raised_here(error: BaseException) -> bool:
 def ours(frame: FrameType) -> bool:
     """Whether the frame runs code of areax."""
     return str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
+
+
+def words(error: BaseException) -> str:
+    """What an error says, in one line that can be encoded, whatever its own code does."""
+    try:
+        text = str(error)
+    except Exception:  # its code may raise anything
+        text = "(its text cannot be read)"
+    return " ".join(text.encode(errors="backslashreplace").decode().split())

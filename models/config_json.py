@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+DTYPES = "float32", "bfloat16", "float16", "float64"  # of weights in a checkpoint
+
 
 def _size(value: Any) -> bool:
     return type(value) is int and 0 < value < 1 << 40
@@ -21,6 +23,10 @@ def _at_most_few(value: Any) -> bool:
 
 def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 40
+
+
+def _token(value: Any) -> bool:
+    return _count(value) and value < 1 << 31
 
 
 def _position(value: Any) -> bool:
@@ -110,9 +116,11 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a list of 0 or 1, or null", lambda value: value is None or _list_of(_count)(value), ("no_rope_layers",)),
     ("texts by label, or null", lambda value: value is None or _names(value), ("id2label",)),
     ("options by layer, or null", lambda value: value is None or _options(value), ("per_layer_config",)),
-    ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
+    ("a token's id, a list of them, or null", lambda value: value is None or _token(value) or _list_of(_token)(value), (
         "eos_token_id",
     )),
+    (f"one of {', '.join(DTYPES)}, or null", lambda value: value is None or value in DTYPES, ("dtype", "torch_dtype")),
+    ("options, or null", lambda value: value is None or isinstance(value, dict), ("text_config", "vision_config")),
 )  # fmt: skip
 
 

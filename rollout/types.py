@@ -14,6 +14,7 @@ import numpy as np
 
 Finish = Literal["stop", "length", "abort", "error"]
 LARGEST_LOGP = 1e-3  # nats: a log-probability is at most 0, up to rounding
+SEATS = 64  # most players of an episode
 LEAST_LOGP = -1e4  # nats: far below what any model of finite logits gives a token; servers report -inf as -3.4e38
 
 
@@ -80,6 +81,8 @@ class Sample:
       finish: why generation ended.
       group, prompt, sample, rollout: globally unique ids; several rows may share one rollout.
       weight: weight of this row; the rows of one rollout sum to 1.
+      seat: number of the player whose answers these are, where one policy plays several in an episode. Each seat of an
+        episode is a rollout of its own, compared with those of the same seat.
       pair, label: for preference data: the pair's number, -1 without a pair; label 1 = preferred, 0 = rejected, -1 =
         neither, for a baseline.
       arrays: {name: ("input" | "target", ndarray[n, ...])}, packed with the tokens.
@@ -101,6 +104,7 @@ class Sample:
     sample: int = 0
     rollout: int = 0
     weight: float = 1.0
+    seat: int = 0
     pair: int = -1
     label: float = 0.0
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]] = field(default_factory=dict)

@@ -157,11 +157,18 @@ def _refusal(check) -> str:
     return ""
 
 
+class Mute(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 def leave(how: str) -> None:
     """Process 1 leaves by `sys.exit`, with nothing when all is done or with a text while process 0 waits for it, or by
-    an error of areax's own."""
+    an error of areax's own, or by one whose text cannot be had."""
     if jax.process_index() == 1 and how == "error":
         sglang_answers.ids("enough of this", 0)
+    if jax.process_index() == 1 and how == "nonsense":
+        raise Mute("\udc80")
     if jax.process_index() == 1:
         sys.exit({"nothing": None, "text": "enough of this"}[how])
     if how != "nothing":

@@ -277,7 +277,7 @@ def test_killing_one_process_ends_the_others(place, victim):
 
 @pytest.mark.sweep
 @pytest.mark.mesh
-@pytest.mark.parametrize("how, codes", [("nothing", [0, 0]), ("text", [3, 1]), ("error", [3, 1])])
+@pytest.mark.parametrize("how, codes", [("nothing", [0, 0]), ("text", [3, 1]), ("error", [3, 1]), ("nonsense", [3, 2])])
 def test_a_process_leaves_with_its_words_alone(place, how, codes):
     logs = place / f"leave-{how}"
     running = jobs.start([[PROGRAM, "leave", how]] * 2, logs)
@@ -286,7 +286,8 @@ def test_a_process_leaves_with_its_words_alone(place, how, codes):
     finally:
         jobs.end(running)
     said = (logs / "1.log").read_text()
-    assert ("enough of this" in said) == (how != "nothing") and "Traceback" not in said
+    assert ("enough of this" in said) == (how in ("text", "error")) and "Traceback" not in said
+    assert ("(its text cannot be read)" in said) == (how == "nonsense")
 
 
 @pytest.mark.mesh

@@ -117,6 +117,21 @@ def special(folder):
     file.write_text(json.dumps({**made, "eos_token": "0"}))
 
 
+def begins(folder):
+    """Another token begins a text, which templates may name."""
+    file = folder / "tokenizer_config.json"
+    made = json.loads(file.read_text())
+    file.write_text(json.dumps({**made, "bos_token": "1"}))
+
+
+def spaces(folder):
+    """An added token takes spaces along."""
+    file = folder / "tokenizer.json"
+    made = json.loads(file.read_text())
+    made["added_tokens"][-1]["rstrip"] = True
+    file.write_text(json.dumps(made))
+
+
 def template(folder):
     """One more blank."""
     files = [file for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json") if file.is_file()]
@@ -133,6 +148,11 @@ def imported(folder):
     (folder / "grading/numbers.py").write_text("ONE = 2.0\n")
 
 
+def unimported(folder):
+    """What the reward imports is gone."""
+    shutil.rmtree(folder / "grading")
+
+
 @pytest.mark.parametrize(
     "change, where, words",
     [
@@ -145,9 +165,12 @@ def imported(folder):
         (weights, "critic", "--critic.model critic: weights must be"),
         (vocabulary, "model", "--model model: tokenizer must be"),
         (special, "model", "--model model: tokenizer's rules must be"),
+        (begins, "model", "--model model: (tokenizer's rules|special tokens) must be"),
+        (spaces, "model", "--model model: special tokens must be"),
         (template, "model", "--model model: chat template must be"),
         (reward, ".", "--reward own.py:reward: code must be"),
         (imported, ".", "--reward own.py:reward: what its code imports must be"),
+        (unimported, ".", "--reward own.py:reward: what its code imports must be"),
     ],
 )
 def test_what_is_replaced_in_place_is_refused_by_name(copied, change, where, words):

@@ -26,7 +26,7 @@ from areax.rollout.types import Sampling
 
 STEPS = 200
 
-WRONG = {  # what a proxy makes of a right answer: bytes of another body, or a status
+WRONG = {  # what a proxy makes of a right answer: bytes of another body, a status, or both
     "an id beyond the vocabulary": lambda a: a["output_ids"].__setitem__(0, 2**40),
     "a negative id": lambda a: a["output_ids"].__setitem__(0, -7),
     "half an id": lambda a: a["output_ids"].__setitem__(0, 5.5),
@@ -40,6 +40,13 @@ WRONG = {  # what a proxy makes of a right answer: bytes of another body, or a s
     "no versions": lambda a: a["meta_info"].pop("weight_versions"),
     "a gap of versions": lambda a: a["meta_info"]["weight_versions"][0].update(start=1),
     "an unknown finish": lambda a: a["meta_info"]["finish_reason"].update(type="tired"),
+    "a finish that is an error": lambda a: a["meta_info"].update(finish_reason={"type": "error", "message": "memory"}),
+    "a stop without a stop token": lambda a: a["meta_info"].update(finish_reason={"type": "stop", "matched": -1}),
+    "no token": lambda a: a.update(output_ids=[], meta_info={**a["meta_info"], "output_token_logprobs": []}),
+    "no name": lambda a: a["meta_info"].pop("id"),
+    "another prompt's length": lambda a: a["meta_info"].update(prompt_tokens=1),
+    "logp of a masked token": lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, -3.4e38),
+    "a refusal by a proxy": (403, b"<html>Forbidden</html>"),
     "no finish": lambda a: a["meta_info"].update(finish_reason=None),
     "no report": lambda a: a.update(meta_info=None),
     "no UTF-8": b'{"output_ids": "\xff"}',
@@ -70,6 +77,8 @@ def misreporting(url):
                 wrong = WRONG[way]
                 if isinstance(wrong, int):
                     return aiohttp.web.Response(status=wrong, headers={"Location": "/", "Retry-After": "0"})
+                if isinstance(wrong, tuple):
+                    return aiohttp.web.Response(status=wrong[0], body=wrong[1], content_type="text/html")
                 if isinstance(wrong, bytes):
                     return aiohttp.web.Response(body=wrong, content_type="application/json")
                 wrong(answer := json.loads(data))

@@ -155,6 +155,41 @@ def test_an_inconsistent_answer_is_refused(change, message):
     run(main)
 
 
+@pytest.mark.parametrize(
+    "ids, finish, words",
+    [
+        ([1, 2], {"type": "stop", "matched": 3}, "must end in the stop token, 3, got 2"),
+        ([1, 2], {"type": "stop"}, r"must end in the stop token, \[9\], got 2"),
+        ([1, 2], {"type": "stop", "matched": "NaN happened"}, "must end in the stop token, NaN happened, got 2"),
+        ([], {"type": "stop", "matched": 9}, "must have a token or more, got none, and the finish stop"),
+        ([], {"type": "length", "length": 0}, "must have a token or more"),
+        ([1], {"type": "error", "message": "out of memory"}, "must be one of stop, length, abort, got .*out of memory"),
+    ],
+)
+def test_an_answer_that_cannot_end_as_it_says_is_refused(ids, finish, words):
+    async def main():
+        async with serving() as a, client.connect([a.url], ends=[9]) as fleet:
+            whole = reply(ids, [-1.0] * len(ids), [V0] * len(ids), "stop")
+            whole["meta_info"]["finish_reason"] = finish
+            a.script = [answers(200, whole)]
+            with pytest.raises(RuntimeError, match=words):
+                await fleet.generate([1])
+
+    run(main)
+
+
+def test_an_answer_to_a_prompt_of_another_length_is_refused():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            whole = reply([1], [-1.0], [V0], "length")
+            whole["meta_info"]["prompt_tokens"] = 3
+            a.script = [answers(200, whole)]
+            with pytest.raises(RuntimeError, match="must be to a prompt of 2 tokens, got one to 3"):
+                await fleet.generate([1, 2])
+
+    run(main)
+
+
 def test_tokens_after_a_stop_token_are_refused():
     async def main():
         async with serving() as a, client.connect([a.url], ends=[9]) as fleet:
@@ -172,7 +207,8 @@ def test_tokens_after_a_stop_token_are_refused():
 
 def test_each_request_has_a_name_of_its_own_and_takes_no_answer_to_another():
     async def named(request, body):
-        answer = reply([], [], [], "length")
+        new = [7] * body["sampling_params"]["max_new_tokens"]
+        answer = reply(new, [-1.0] * len(new), [V0] * len(new), "length")
         answer["meta_info"] |= {"id": body["rid"], "input_token_logprobs": [[None, 5, None]]}
         return aiohttp.web.json_response(answer)
 
@@ -184,8 +220,11 @@ def test_each_request_has_a_name_of_its_own_and_takes_no_answer_to_another():
             with pytest.raises(RuntimeError, match="got one to 'of-another'"):
                 await fleet.read([5])
             await fleet.read([5])
-            await fleet.generate([5])
+            await fleet.generate([5], max_new_tokens=1)
             assert len({body["rid"] for body in a.generated()}) == 3
+            a.script = [answers(200, reply([7], [-1.0], [V0], "length"))]
+            with pytest.raises(RuntimeError, match="must be to request '[0-9a-f]{32}', got one to None"):
+                await fleet.generate([5], max_new_tokens=1)
 
     run(main)
 

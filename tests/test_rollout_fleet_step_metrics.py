@@ -214,7 +214,7 @@ def test_drops_by_cause_and_retries():
         await asyncio.sleep(0.01)
         if i % 10 == 5:
             events.emit("left_out", tokens=99)
-        done = Completion([2], [-1.0], [0], "stop")
+        done = Completion([2], [-1.0], [-1], "stop")
         return None if i % 10 == 1 else sampled([1], done, temperature=1.0, reward=float(i % 10))
 
     async def main():

@@ -54,7 +54,7 @@ def sleeper(seconds, outcome=lambda row, sample: "stop", reward=lambda row, samp
 
     async def generate(tokens, *, seed, **sampling):
         await asyncio.sleep(seconds(seed))
-        return Completion([seed % 7], [-1.0], [0], "stop", info={"seed": seed})
+        return Completion([seed % 7], [-1.0], [-1], "stop", info={"seed": seed})
 
     async def workflow(generate, row):
         done = await generate([1, 2])
@@ -377,7 +377,7 @@ def test_a_cursor_of_other_data_is_refused():
 
 
 async def nothing(tokens, **sampling):
-    return Completion([1], [-1.0], [0], "stop")
+    return Completion([1], [-1.0], [-1], "stop")
 
 
 def one_batch(workflow, generate=None, *, G=2, group_size=2, **more):
@@ -412,7 +412,7 @@ def test_a_failed_episode_is_retried_with_the_same_seed():
         fails[seed] += 1
         if fails[seed] < episodes.ATTEMPTS:
             raise ServerError("server is gone")
-        return Completion([1], [-1.0], [0], "stop")
+        return Completion([1], [-1.0], [-1], "stop")
 
     groups, counts = one_batch(plain, generate)
     assert [samples[0].prompt for samples in groups] == [0, 1]
@@ -444,7 +444,7 @@ def test_a_group_may_lose_episodes_if_at_least_two_remain(size, broken, left):
     async def generate(tokens, *, seed):
         episode = next(e for p in range(9) for e in range(size) if sampling_seed(0, p, e, 0) == seed)
         await asyncio.sleep(5.0 * episode)
-        return Completion([1], [-1.0], [0], "stop", info={"episode": episode})
+        return Completion([1], [-1.0], [-1], "stop", info={"episode": episode})
 
     groups, counts = one_batch(workflow, generate, group_size=size)
     assert [samples[0].prompt for samples in groups] == ([0, 1] if left else [1, 2])
@@ -465,7 +465,7 @@ def test_a_group_that_lost_an_episode_and_has_one_sample_is_replaced():
 
     async def generate(tokens, *, seed):
         episode = next(e for p in range(9) for e in range(3) if sampling_seed(0, p, e, 0) == seed)
-        return Completion([1], [-1.0], [0], "stop", info={"episode": episode})
+        return Completion([1], [-1.0], [-1], "stop", info={"episode": episode})
 
     groups, counts = one_batch(workflow, generate, group_size=3)
     assert [samples[0].prompt for samples in groups] == [1, 2] and counts["failed"] == 1 and counts["lost"] == 0
@@ -584,7 +584,7 @@ def test_training_refuses_a_truncated_distribution_and_evaluation_does_not(sampl
         one_batch(workflow)
 
     async def generate(tokens, *, seed, **kwargs):
-        return Completion([1], [-1.0], [0], "stop")
+        return Completion([1], [-1.0], [-1], "stop")
 
     assert len(asyncio.run(rollouts(workflow, generate, ROWS, seed=0))) == len(ROWS)
 
@@ -592,7 +592,7 @@ def test_training_refuses_a_truncated_distribution_and_evaluation_does_not(sampl
 def test_without_a_seed_no_seed_is_sent():
     async def generate(tokens, **sampling):
         assert not sampling
-        return Completion([1], [-1.0], [0], "stop")
+        return Completion([1], [-1.0], [-1], "stop")
 
     assert len(one_batch(plain, generate, seed=None)[0]) == 2
 
@@ -606,7 +606,7 @@ def test_evaluation_keeps_the_order_of_rows_and_its_concurrency_limit():
         most = max(most, busy)
         await asyncio.sleep(seed % 10)
         busy -= 1
-        return Completion([1], [-1.0], [0], "stop")
+        return Completion([1], [-1.0], [-1], "stop")
 
     async def workflow(generate, row):
         return None if row["id"] == 3 else await plain(generate, row)
@@ -642,6 +642,26 @@ def test_closing_cancels_running_episodes():
     play(main())
 
 
+def test_samples_of_a_version_before_the_admission_are_refused():
+    """A workflow that returns an episode of another time again."""
+    old = sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
+
+    async def again(generate, row):
+        return old
+
+    async def main():
+        async with Executor(
+            again, None, Prompts(ROWS), group_size=1, groups_per_batch=1, eta=0, max_concurrent=1
+        ) as ex:
+            ex.admit(0)
+            await ex.batch(0)
+            ex.admit(1)
+            with pytest.raises(ServerError, match="version must be at least 1, at which the group was admitted, got 0"):
+                await ex.batch(1)
+
+    play(main())
+
+
 def test_batches_and_versions_must_be_in_order():
     async def main():
         async with Executor(
@@ -665,7 +685,7 @@ def oversampled(seconds, *, G, oversample, steps, cursor=None, eta=0, first=0):
 
     async def workflow(generate, row):
         await asyncio.sleep(seconds(row["id"]))
-        return sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
+        return sampled([1], Completion([1], [-1.0], [-1], "stop"), temperature=1.0)
 
     async def main():
         now = asyncio.get_running_loop().time
@@ -753,7 +773,7 @@ def test_stopped_groups_end_before_the_executor_is_closed():
     async def workflow(generate, row):
         try:
             await asyncio.sleep(1.0 if row["id"] < 2 else math.inf)
-            return sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
+            return sampled([1], Completion([1], [-1.0], [-1], "stop"), temperature=1.0)
         except asyncio.CancelledError:
             await asyncio.sleep(9.0)  # cleans up
             ended.append(row["id"])
@@ -818,7 +838,7 @@ def test_oversampling_biases_lengths_and_the_bias_is_reported(oversample, biased
     async def workflow(generate, row):
         n = length(row["id"])
         await asyncio.sleep(n)
-        return sampled([1], Completion([1] * n, [-1.0] * n, [0] * n, "stop"), temperature=1.0)
+        return sampled([1], Completion([1] * n, [-1.0] * n, [-1] * n, "stop"), temperature=1.0)
 
     async def main():
         rows = [{"id": i} for i in range(1000)]

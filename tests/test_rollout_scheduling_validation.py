@@ -113,6 +113,11 @@ def test_a_wrong_value_is_named(fields, words):
     assert len(found) < 300 and "\n" not in found
 
 
+def test_a_sample_is_not_older_than_its_group():
+    assert violation(GOOD, oldest=7) == ""
+    assert violation(GOOD, oldest=8) == "version must be at least 8, at which the group was admitted, got 7"
+
+
 def test_good_samples_pass():
     unnamed = dataclasses.replace(GOOD, version=np.full(4, -1))  # of weights whose label has no number
     assert violation(GOOD) == violation(GOOD, vocabulary=5, newest=8) == violation(unnamed) == ""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -14,8 +15,10 @@ import pytest
 from fidelity import SAMPLING, Policy, exact
 from gateways import CALL, FUNCTION, TOKENS
 
+from areax.core import advantages, packing
 from areax.rollout import object_path
 from areax.rollout.errors import ServerError
+from areax.rollout.scheduling import episodes
 from areax.rollout.workflows import environments, failures, resolve
 
 
@@ -70,6 +73,80 @@ def test_an_episode_ends_after_its_turns():
     assert len(policy.said) == 3 and sample.reward == 0.0
     with pytest.raises(ValueError, match="turns: must be an integer of at least 1, got 0"):
         play(policy, Countdown, turns=0)
+
+
+class Duel:
+    """Two players say numbers in turn; at the end the larger one wins."""
+
+    seats = 2
+
+    def reset(self, row):
+        self.seat, self.said = row.get("first", 0), {}
+        return f"You are {self.seat}."
+
+    def step(self, message):
+        self.said[self.seat] = int(message["content"])
+        if len(self.said) == 2:
+            won = float(self.said[0] > self.said[1])
+            return "", [won, {"reward": 1 - won, "late": 1.0}], True
+        self.seat = 1 - self.seat
+        return f"You are {self.seat}.", None, False
+
+
+class LongDuel(Duel):
+    """Goes on after the first two."""
+
+    def step(self, message):
+        seen, rewards, _ = super().step(message)
+        self.seat = 1 - self.seat if rewards else self.seat
+        return seen or "Again.", rewards, False
+
+
+def test_each_seat_has_a_conversation_and_a_reward_of_its_own():
+    policy = Policy("3", "5")
+    samples = play(policy, Duel, {"first": 1})
+    assert exact(policy, samples) and [s.seat for s in samples] == [0, 1]
+    assert [s.reward for s in samples] == [1.0, 0.0] and samples[1].components == {"late": 1.0}
+    assert "You are 1." in policy.heard[0] and "You are 0." not in policy.heard[0]
+    assert "You are 0." in policy.heard[1] and "You are 1." not in policy.heard[1]
+
+
+def test_turns_are_those_of_a_player():
+    policy = Policy("3", "5", "4", "6", "1")
+    samples = play(policy, LongDuel, turns=2)
+    assert len(policy.said) == 4 and exact(policy, samples) and {s.seat for s in samples} == {0, 1}
+
+
+def test_seats_are_rollouts_that_are_compared_among_themselves():
+    workflow = functools.partial(
+        environments.play, tokenizer=TOKENS, sampling=SAMPLING, world=f"{__file__}:Duel",
+    )  # fmt: skip
+    samples = asyncio.run(episodes.group(workflow, Policy("3", "5"), {}, prompt=7, size=4, seed=None))
+    assert len({s.rollout for s in samples}) == 8 and {s.weight for s in samples} == {1.0}
+    assert {s.prompt for s in samples} == {7} and {s.group for s in samples if not s.seat} == {7}
+    groups = [{s.group for s in samples if s.seat == seat} for seat in (0, 1)]
+    assert all(len(ids) == 1 for ids in groups) and groups[0] != groups[1]
+    batch = packing.pack(samples, 256, rows=8)
+    rewards = {s.group: [x.reward for x in samples if x.group == s.group] for s in samples}
+    adv = advantages.group(batch.reward_BJ, batch.group_BJ, batch.rollout_BJ, std="none")
+    for s in samples:
+        assert adv[batch.sample_BJ == s.sample] == pytest.approx(s.reward - np.mean(rewards[s.group]))
+
+
+class Payer(Duel):
+    """Pays at once."""
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    def step(self, message):
+        return "", self.rewards, True
+
+
+@pytest.mark.parametrize("rewards", [1.0, [1.0], [1.0, 2.0, 3.0], "no"])
+def test_rewards_of_another_number_of_players_cost_the_episode(rewards, caplog):
+    [sample] = play(Policy("3"), Payer, options={"rewards": rewards})
+    assert math.isnan(sample.reward) and "rewards of 2 players must be a list of as many" in caplog.text
 
 
 class Adder:

@@ -132,8 +132,8 @@ def test_the_request_and_its_retries():
 
 def test_missing_log_probabilities_become_nan():
     pairs = [None, [[-0.5, 9, None], [None, 8, None]], [[-0.1, 3, None], [-3.0, 4, None]]]
-    (logp, ids, top), bodies = against(answer([5, 6, 7], [None, None, -0.25], pairs), top_k=2)
-    np.testing.assert_array_equal(logp, np.float32([0, np.nan, -0.25]))
+    (logp, ids, top), bodies = against(answer([5, 6, 7], [None, None, -3.25], pairs), top_k=2)
+    np.testing.assert_array_equal(logp, np.float32([0, np.nan, -3.25]))
     np.testing.assert_array_equal(ids, [[0, 0], [9, 8], [3, 4]])
     np.testing.assert_array_equal(top, np.float32([[0, 0], [-0.5, np.nan], [-0.1, -3]]))
     assert bodies[0]["top_logprobs_num"] == 2
@@ -159,11 +159,39 @@ def test_missing_log_probabilities_become_nan():
             r"/generate: a log-probability must be a number from -10000 to 0, got -3e\+38",
         ),
         (
+            answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.9, 1, None], [-1.0, 1, None]]] * 2]),
+            "/generate: a position's likeliest tokens must differ, got one twice",
+        ),
+        (
+            answer([5, 6, 7], [None, -1.0, -0.9], [None, *[[[-0.9, 1, None], [-1.0, 2, None]]] * 2]),
+            "/generate: a token must have .* that the list of its position has, at most its least, got -0.9 at 2",
+        ),
+        (
+            answer([5, 6, 7], [None, -1.0, -1.5], [None, *[[[-0.9, 7, None], [-1.0, 2, None]]] * 2]),
+            "/generate: a token must have .* got -1.5 at 2",
+        ),
+        (
+            answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[None, 1, None], [None, 2, None]]] * 2]),
+            "must be numbers, got null for all",
+        ),
+        (
             answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.1, 1, None], [-0.2, 2, None]]] * 2]),
             "/generate: the probabilities of a position's 2 likeliest tokens must have a sum of at most 1, got 1.72",
         ),
     ],
-    ids=["others", "fewer", "none", "one", "low", "low among the likeliest", "more than 1"],
+    ids=[
+        "others",
+        "fewer",
+        "none",
+        "one",
+        "low",
+        "low among the likeliest",
+        "twice",
+        "unlisted",
+        "listed",
+        "null",
+        "more than 1",
+    ],
 )
 def test_an_answer_for_other_tokens_is_an_error(bad, words):
     with pytest.raises(RuntimeError, match=words):

@@ -74,23 +74,23 @@ class Watch:
         if not self._once.acquire(blocking=False):  # another process failed first
             lost.wait()
             os._exit(LOST)
-        words = " ".join(f"{type(error).__name__}: {error}".split())
+        words = origin.words(error)
         if isinstance(error, KeyboardInterrupt):
             code = 130
         elif isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
             if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
+                print(words, file=sys.stderr)
         elif isinstance(error, ValueError | OSError):
             code = 2
-            print(" ".join(str(error).split()), file=sys.stderr)
+            print(words, file=sys.stderr)
         elif isinstance(error, RuntimeError) and origin.raised_here(error):
             code = 1
-            print(" ".join(str(error).split()), file=sys.stderr)
+            print(words, file=sys.stderr)
         else:
             code = 1
             traceback.print_exception(error)
-        self._broadcast(words)
+        self._broadcast(f"{type(error).__name__}: {words}")
         sys.stderr.flush()
         os._exit(code)
 

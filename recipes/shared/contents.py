@@ -28,7 +28,7 @@ HOLD = {
     "model": "weights", "teacher": "weights", "critic.model": "weights", "reward": "code", "workflow": "code",
     "row": "code", "env": "code",
 }  # fmt: skip
-OF_TOKENIZER = "tokenizer", "tokenizer's rules", "chat template"  # must stay, whatever --model is
+OF_TOKENIZER = "tokenizer", "tokenizer's rules", "special tokens", "chat template"  # must stay, whatever --model is
 OF_FROZEN = "model: config.json", "model"  # must stay while weights of --model are used that the state does not hold
 TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapters of a state are another policy
 WEIGHTS = "*.safetensors", "config.json"
@@ -77,7 +77,7 @@ def of(config: Any, tokens: Any) -> dict[str, str]:
             made |= _of_model(name, Path(hub.folder(value)), name != "model" or options["init"] != "random")
         else:
             code, *imported = _code(value) or [""]
-            made |= {name: code, f"{name}: {IMPORTED}": _hash(repr(imported)) if imported else ""}
+            made |= {name: code, f"{name}: {IMPORTED}": _hash(repr(imported)) if imported else NONE}
     made |= _of_tokenizer(tokens)
     if served := options.get("teachers"):
         named["teachers"] = served
@@ -180,6 +180,7 @@ def _of_tokenizer(tokens: Any) -> dict[str, str]:
     return {
         "tokenizer": _hash(repr([sorted(tokens.get_vocab().items()), encoded])),
         "tokenizer's rules": _hash(json.dumps(_rules(tokens, encoded))),
+        "special tokens": _hash(repr([sorted(tokens.special_tokens_map.items()), _added(tokens)])),
         "chat template": _hash(repr(tokens.chat_template or "")),
     }
 
@@ -214,6 +215,12 @@ def _rules(tokens: Any, encoded: Iterable[list[int]]) -> list:
     special = sorted(i for i, token in tokens.added_tokens_decoder.items() if token.special)
     decoded = [tokens.decode(ids, skip_special_tokens=True) for ids in encoded]
     return [scores, merges, decoded, special, tokens.eos_token_id]
+
+
+def _added(tokens: Any) -> list:
+    """Tokens beside the vocabulary's own, which take spaces next to them along, or not."""
+    flags = "content", "lstrip", "rstrip", "single_word", "normalized", "special"
+    return [(id, *(getattr(one, flag) for flag in flags)) for id, one in sorted(tokens.added_tokens_decoder.items())]
 
 
 def _code(path: str) -> list[str]:

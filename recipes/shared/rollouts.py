@@ -180,6 +180,8 @@ async def evaluate(
 
 
 def varied(samples: list[Sample]) -> bool:
-    """Whether the rewards of a group differ, unscorable ones left out: a group without variance has no gradient."""
-    values = np.array([episodes.outcome(s) for s in episodes.one_a_rollout(samples)], np.float32)
-    return len(set(values[~np.isnan(values)].tolist())) > 1
+    """Whether the rewards of a group differ, unscorable ones left out: a group without variance has no gradient. Of
+    several seats one is enough."""
+    values = {(s.group, np.float32(episodes.outcome(s))) for s in samples}
+    scored = [group for group, value in values if not np.isnan(value)]
+    return len(scored) > len({*scored})

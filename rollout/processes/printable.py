@@ -11,8 +11,12 @@ def printable(line: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message in one line; many have several, such as aiohttp's."""
-    return printable(" ".join(str(error).split()))
+    """An exception's message in one line, whatever its own code does; many have several, such as aiohttp's."""
+    try:
+        text = str(error)
+    except Exception:  # its code may raise anything
+        text = "(its text cannot be read)"
+    return printable(" ".join(text.split()))
 
 
 def shown(value: Any) -> str:

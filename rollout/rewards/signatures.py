@@ -104,7 +104,7 @@ def _step(pair: Any) -> tuple[int, float]:
 
 
 def _number(value: Any) -> float:
-    if not hasattr(type(value), "__float__"):
+    if not hasattr(type(value), "__float__") or _no_number(getattr(value, "dtype", None)):
         raise ValueError(f"a reward must be {KINDS}, got {shown(value)}")
     try:
         number = float(value)
@@ -113,6 +113,12 @@ def _number(value: Any) -> float:
     if abs(number) > LARGEST:
         raise ValueError(f"a reward must be finite in float32, or NaN if it is unscorable, got {number}")
     return number
+
+
+def _no_number(dtype: Any) -> bool:
+    """Whether it is numpy's of texts, bytes, complex numbers or objects, of which `float` makes numbers all the same."""
+    kind, name = getattr(dtype, "kind", ""), getattr(dtype, "name", "")
+    return kind in ("S", "U", "c", "O") or str(name).startswith("void")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import xxhash
 
 from .. import events, object_path
 from ..errors import ServerError, WrongSample
-from ..processes.printable import shown
+from ..processes.printable import one_line, shown
 from ..types import Generate, Sample, Workflow
 from .validation import checked
 
@@ -61,8 +61,8 @@ async def rollouts(
             return made
         except BaseException as error:
             failed = True
-            if isinstance(error, ServerError) and (which := object_path.row(row)) not in str(error):
-                raise ServerError(f"{error}; {which}") from error
+            if isinstance(error, ServerError) and (which := object_path.row(row)) not in (said := one_line(error)):
+                raise ServerError(f"{said}; {which}") from error
             raise
         finally:
             limit.release()
@@ -93,8 +93,9 @@ async def group(
 ) -> list[Sample]:
     """Samples `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
 
-    group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row. The rows
-    of a rollout get weights that sum to 1, in proportion to those the workflow gave them. Each attempt at an episode
+    group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row; groups and
+    rollouts of further seats are others (`_of_seat`). The rows of a rollout get weights that sum to 1, in proportion to
+    those the workflow gave them. Each attempt at an episode
     gets a copy of the row of its own: what it writes there, nobody else sees.
 
     Args:
@@ -126,15 +127,20 @@ async def group(
         on_lost(len(lost))
     return [
         sample.replace(
-            group=prompt,
+            group=_of_seat(sample.seat, prompt),
             prompt=prompt,
-            rollout=prompt * size + index,
+            rollout=_of_seat(sample.seat, prompt * size + index),
             sample=(prompt * size + index) * ROWS + j,
-            weight=sample.weight / sum(other.weight for other in samples),
+            weight=sample.weight / sum(other.weight for other in samples if other.seat == sample.seat),
         )
         for index, samples in enumerate(played)
         for j, sample in enumerate(samples)
     ]
+
+
+def _of_seat(seat: int, number: int) -> int:
+    """The id of a seat's group or rollout: seats are compared among themselves, and each has a reward of its own."""
+    return seat << 48 | number
 
 
 async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_retry) -> list[Sample]:
@@ -161,15 +167,16 @@ def _warn(error: ServerError, what: str, *args: int) -> None:
 
     Errors of one type from one server are a kind, because their words differ by the request; others by their words.
     """
-    server = re.search(r"https?://[^/\s]+", str(error))
-    now, kind = time.monotonic(), (what, type(error).__name__, server[0] if server else str(error))
+    said = one_line(error)
+    server = re.search(r"https?://[^/\s]+", said)
+    now, kind = time.monotonic(), (what, type(error).__name__, server[0] if server else said)
     last, more = _warned.pop(kind, (-math.inf, 0))
     due = now - last >= AGAIN_S
     _warned[kind] = (now, 0) if due else (last, more + 1)
     if len(_warned) > KINDS:
         del _warned[next(iter(_warned))]
     if due:
-        log.warning(f"{what}: %s%s", *args, error, f" (and {more} more alike since the last such line)" if more else "")
+        log.warning(f"{what}: %s%s", *args, said, f" (and {more} more alike since the last such line)" if more else "")
 
 
 async def _played(workflow, generate, row, check: Check) -> list[Sample]:

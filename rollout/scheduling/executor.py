@@ -322,7 +322,7 @@ class Executor:
             prompt=prompt,
             size=self.group_size,
             seed=self.seed,
-            check=self._alike,
+            check=functools.partial(self._alike, oldest=version),
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
         )
@@ -334,14 +334,14 @@ class Executor:
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
         return [s.replace(info={**s.info, "admitted": version}) for s in samples], True
 
-    def _checked(self, sample: Sample) -> Sample:
+    def _checked(self, sample: Sample, oldest: int = 0) -> Sample:
         """A sample that may be trained on; servers may have the version that is being pushed already."""
         newest = None if self._version is None else self._version + 1
-        return checked(sample, vocabulary=self.vocabulary, newest=newest, experts=self.experts)
+        return checked(sample, vocabulary=self.vocabulary, newest=newest, oldest=oldest, experts=self.experts)
 
-    def _alike(self, sample: Sample) -> Sample:
+    def _alike(self, sample: Sample, oldest: int) -> Sample:
         """As `_checked`, with the arrays of the run's first sample: batches have the same for all."""
-        made = self._checked(sample)
+        made = self._checked(sample, oldest)
         self._forms = forms(made) if self._forms is None else self._forms
         return like_first(made, self._forms)
 

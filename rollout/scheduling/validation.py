@@ -13,19 +13,22 @@ import numpy as np
 
 from ..processes.printable import shown
 from ..rewards.signatures import COMPONENTS, LARGEST, LONGEST_NAME
-from ..types import LARGEST_LOGP, LEAST_LOGP, Finish, Image, Sample
+from ..types import LARGEST_LOGP, LEAST_LOGP, SEATS, Finish, Image, Sample
 
-IDS = "group", "prompt", "sample", "rollout", "pair"
+IDS = "group", "prompt", "sample", "rollout", "pair", "seat"
+RANGES = {"pair": (-(2**31), 2**31), "seat": (0, SEATS)}  # those of the others are given anew
 
 
 def checked(
-    sample: Sample, *, vocabulary: int | None = None, newest: int | None = None, experts: int | None = None
-) -> Sample:
+    sample: Sample, *, vocabulary: int | None = None, newest: int | None = None, oldest: int = 0,
+    experts: int | None = None,
+) -> Sample:  # fmt: skip
     """A copy of a sample in the types of its fields, which shares no array with it: workflows may reuse theirs.
 
     Args:
       vocabulary: number of the policy's tokens; None = unknown.
       newest: the newest policy version that a server can have; None = unknown.
+      oldest: the version at which the sample's group was admitted, which all servers had.
       experts: number of the policy's experts in a layer; None = unknown.
 
     Raises:
@@ -48,7 +51,9 @@ def checked(
     _all("version", "be -1 outside the mask", version[~mask], lambda x: x == -1)
     if (version[mask] < 0).any() and ((version >= 0).any() or not logp[mask].any()):  # else weights had no version
         _wrong("mask", "cover sampled tokens alone, which have the version that sampled them", sample.version)
-    group, prompt, number, rollout, pair = (_id(name, getattr(sample, name)) for name in IDS)
+    rule = f"be at least {oldest}, at which the group was admitted"
+    _all("version", rule, version[version >= 0], lambda x: x >= oldest)
+    group, prompt, number, rollout, pair, seat = (_id(name, getattr(sample, name)) for name in IDS)
     return Sample(
         tokens=tokens.astype(np.int32),
         mask=mask,
@@ -65,6 +70,7 @@ def checked(
         rollout=rollout,
         weight=_scalar(sample, "weight", "above 0", lambda x: bool(np.float32(x) > 0)),
         pair=pair,
+        seat=seat,
         label=_scalar(sample, "label", "a number", lambda x: True),
         arrays={name: _extra(name, entry, mask, experts) for name, entry in _entries("arrays", sample.arrays).items()},
         images=_images(sample.images),
@@ -126,10 +132,10 @@ def _scalar(sample: Sample, name: str, rule: str, holds: Callable[[float], bool]
 
 
 def _id(name: str, value: Any) -> int:
-    low = -(2**31) if name == "pair" else -(2**63)  # the others are given anew
+    low, high = RANGES.get(name, (-(2**63), 2**63))
     number = _read(int, value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
-    if number is None or not low <= number < -low:
-        _wrong(name, "be a whole number", value)
+    if number is None or not low <= number < high:
+        _wrong(name, f"be a whole number in [{low}, {high})" if name == "seat" else "be a whole number", value)
     return number
 
 

@@ -62,10 +62,12 @@ class SGLang(Endpoint):
     Attributes:
       vocabulary: number of the model's tokens, whose ids it may return; 0 = unknown.
       has_checksums: it reports checksums of its weights; None = unknown.
+      names_answers: its answers have had the name of their request.
     """
 
     vocabulary: int = 0
     has_checksums: bool | None = None
+    names_answers: bool = False
 
     async def describe(self, *, timeout_s: float) -> Description:
         """The server's own description; raises as `call`."""
@@ -272,17 +274,17 @@ class SGLang(Endpoint):
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
         part = self._part(answer, body["rid"], experts_per_token)
         self._check_number(part.tokens, asked)
-        stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ())  # SGLang drops both
-        if after := set(stops).intersection(part.tokens[:-1]):
-            raise ServerError(
-                f"{self.url}/generate: an answer must end at the first stop token, got tokens after {min(after)}; look "
-                "for a server, or a proxy, that drops stop_token_ids"
-            )
+        if why := answers.wrong_end(part, sampling):
+            raise ServerError(f"{self.url}/generate: {why}; look for a server, or a proxy, that changes answers")
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
         if prompt.images and read != sent:
             raise ServerError(
                 f"{self.url}/generate: a prompt with {len(prompt.images)} images must have the {sent} tokens that the "
                 f"model's image processor makes of it, got {read}; serve with the model's preprocessor_config.json"
+            )
+        if read not in (None, sent):
+            raise ServerError(
+                f"{self.url}/generate: the answer must be to a prompt of {sent} tokens, got one to {read!r:.80}"
             )
         if experts_per_token and part.tokens and part.routed is None:
             raise ServerError(
@@ -351,7 +353,9 @@ class SGLang(Endpoint):
             ) from error
         except ServerError as error:
             raise ServerError(f"{self.url}/generate: {error}") from error
-        if (name := part.info.get("id")) not in (None, rid):
+        name = part.info.get("id")
+        self.names_answers |= name is not None
+        if name != rid and self.names_answers:
             raise ServerError(
                 f"{self.url}/generate: the answer must be to request {rid!r}, got one to {name!r:.80}; look for a "
                 "proxy that mixes up answers, or repeats them"

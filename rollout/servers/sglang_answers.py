@@ -23,6 +23,7 @@ BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
+FINISHES = tuple(finish for finish in get_args(Finish) if finish != "error")  # which is a sample's alone
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
@@ -50,8 +51,8 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
             "use a server that reports them (SGLang 0.5.23 does)"
         )
     finish = meta["finish_reason"]["type"]
-    if finish not in get_args(Finish):
-        raise ServerError(f"the finish must be one of {', '.join(get_args(Finish))}, got {finish!r:.80}")
+    if finish not in FINISHES:
+        raise ServerError(f"the finish must be one of {', '.join(FINISHES)}, got {meta['finish_reason']!r:.200}")
     return Part(
         tokens=tokens,
         logp=[logprob(row[0]) for row in rows],
@@ -70,6 +71,28 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
         adapter=_text(meta.get("lora_path")),
         preemptions=positive(meta, "num_retractions"),
     )  # fmt: skip
+
+
+def wrong_end(part: Part, sampling: Mapping[str, Any]) -> str:
+    """Why an answer cannot end as it says it does; "" if it can.
+
+    Args:
+      sampling: of the request.
+    """
+    if part.finish == "abort" or not sampling.get("max_new_tokens", 1):
+        return ""
+    if not part.tokens:
+        return f"an answer must have a token or more, got none, and the finish {part.finish}"
+    stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ())  # SGLang drops both
+    if after := set(stops).intersection(part.tokens[:-1]):
+        return f"an answer must end at the first stop token, got tokens after {min(after)}"
+    if part.finish == "stop":
+        matched, last = part.info["finish_reason"].get("matched"), part.tokens[-1]
+        by_text = any(sampling.get(name) for name in ("stop", "json_schema", "regex", "ebnf"))
+        ended = last in stops or not stops if matched is None else last == matched
+        if not (ended or by_text):
+            return f"an answer that stops must end in the stop token, {matched or sorted(stops)}, got {last}"
+    return ""
 
 
 def ids(tokens: Any, vocabulary: int) -> list[int]:

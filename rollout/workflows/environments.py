@@ -21,7 +21,7 @@ from ..chat.session import Session
 from ..chat.trajectory import Interaction
 from ..errors import ServerError
 from ..processes.printable import shown
-from ..types import Generate, Sample, Sampling
+from ..types import SEATS, Generate, Sample, Sampling
 from . import tools, workflow_context
 from .failures import Failures, line
 from .multi_turn import counted, following, style_of_calls
@@ -34,21 +34,27 @@ Seen = str | Sequence[Mapping[str, Any]]  # a user's message, or messages in Ope
 class World(Protocol):
     """One episode of an environment. Methods may be coroutines, which must not block; plain ones run in threads.
 
-    Attributes:
-      tools: what the policy may call, in OpenAI's format, read before each of its answers; may be missing.
+    Attributes, any of which may be missing:
+      tools: what the policy may call, in OpenAI's format, read before each of its answers.
+      seats: number of players, each of whom is the policy; read once. Each has a conversation and rewards of its own.
+      seat: number of the player whose turn it is, from 0 on, read before each answer; with several seats.
     """
 
     tools: Sequence[Mapping[str, Any]]
+    seats: int
+    seat: int
 
     def reset(self, row: Mapping[str, Any]) -> Seen:
-        """Begins the episode of a row; returns what the policy sees."""
+        """Begins the episode of a row; returns what the policy, or the player whose turn it is, sees."""
 
     def step(self, message: Mapping[str, Any]) -> tuple[Seen, Any, bool]:
         """Takes the policy's message, in OpenAI's format: {"role": "assistant", "content": ...}, and any "tool_calls";
         reasoning is not content, but "reasoning_content".
 
         Returns (what it sees next, the message's reward, whether the episode is done). A reward is a number, a dict of
-        named components, or None = none; an episode without any has reward 0. NaN makes it unscorable.
+        named components, or None = none; an episode without any has reward 0. NaN makes it unscorable. With several
+        seats: (what the player sees whose turn it is then, since its last turn; None, or a list of each player's reward
+        for its last message; whether it is done).
         """
 
     def stop(self) -> Any:
@@ -80,7 +86,7 @@ async def play(
     """Plays an episode in a world; each answer has its own reward.
 
     Of the row only "chat_template_kwargs" is read here, all else by the world. An episode ends when the world says so,
-    after `turns` answers, or when the conversation no longer fits the model's context.
+    after `turns` answers (of a player), or when the conversation no longer fits the model's context.
 
     Args:
       world: object path of a class or function that makes a `World` of `options`, called for each episode.
@@ -89,7 +95,8 @@ async def play(
       style: the format of tool calls, one of `formats.NAMES`; "" = that of the model's chat template.
 
     Returns:
-      The samples; unscorable, or None before the first answer, if the world failed, which is logged in one line.
+      The samples, with their seat's number; unscorable, or None before the first answer, if the world failed, which is
+      logged in one line.
 
     Raises:
       ServerError: the world could not begin; the episode is retried.
@@ -97,42 +104,69 @@ async def play(
     """
     variables, name = conversation.variables(row), name or world
     template.check_variables(tokenizer, variables)
-    session = Session(generate, tokenizer, processor, sampling=sampling, style=style)
     make = functools.partial(object_path.resolve(world), **(options or {}))
     async with workflow_context.current() as shared:
         failures = await shared.get(("failures", name), lambda: contextlib.nullcontext(Failures(f"environment {name}")))
     call = functools.partial(_called, seconds=step_timeout_s)
     own: Any = None
+    sessions: list[Session] = []
     try:
         try:
             own = await call("its constructor", make)
-            messages = _messages("reset", await call("reset", own.reset, row))
+            count = await call("seats", _seats, own)
+            seen = _messages("reset", await call("reset", own.reset, row))
         except Failed as error:
             raise ServerError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
+        sessions = [Session(generate, tokenizer, processor, sampling=sampling, style=style) for _ in range(count)]
+        told: list[list[dict[str, Any]]] = [[] for _ in sessions]
         done = False
-        while not done and len(session.interactions) < counted(turns):
+        while not done:
+            seat = await call("seat", _seat, own, count)
+            session, messages = sessions[seat], told[seat]
+            messages += seen
+            if len(session.interactions) == counted(turns):
+                break
             if kit := await call("tools", _tools, own):
                 style_of_calls(f"environment {name} has tools", tokenizer, style)
             if not (x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)):
                 break
-            seen, value, done = _stepped(await call("step", own.step, _said(x, tokenizer, style, bool(kit))))
-            if value is not None:
-                _reward(session, value)
-            if not done:
-                messages = [*messages, x.answer.message(), *_messages("step", seen)]
-        if not done and (stop := getattr(own, "stop", None)) and (value := await call("stop", stop)) is not None:
-            _reward(session, value)
-        if not any(x.score for x in session.interactions):
-            session.set_reward(0.0)
+            messages.append(x.answer.message())
+            after, value, done = _stepped(await call("step", own.step, _said(x, tokenizer, style, bool(kit))))
+            _reward(sessions, value)
+            seen = [] if done else _messages("step", after)
+        if not done and (stop := getattr(own, "stop", None)):
+            _reward(sessions, await call("stop", stop))
+        for session in _begun(sessions):
+            if not any(x.score for x in session.interactions):
+                session.set_reward(0.0)
         failures.clear()
     except Failed as error:
         failures.add(str(error), row, error)
-        if not session.interactions:
-            return None
-        session.set_reward(None)
+        for session in _begun(sessions):
+            session.set_reward(None)
     finally:
         await _close(own, call, name)
-    return session.samples(row=row)
+    made = [s.replace(seat=i) for i, one in enumerate(sessions) if one.interactions for s in one.samples(row=row)]
+    return made or None
+
+
+def _begun(sessions: Sequence[Session]) -> list[Session]:
+    """Those with an answer."""
+    return [session for session in sessions if session.interactions]
+
+
+def _seats(own: Any) -> int:
+    count = getattr(own, "seats", 1)
+    if type(count) is not int or not 0 < count <= SEATS:
+        raise TypeError(f"must be a number from 1 to {SEATS}, got {shown(count)}")
+    return count
+
+
+def _seat(own: Any, count: int) -> int:
+    seat = own.seat if count > 1 else 0
+    if type(seat) is not int or not 0 <= seat < count:
+        raise TypeError(f"must be the number of a player, below {count}, got {shown(seat)}")
+    return seat
 
 
 async def check(
@@ -144,6 +178,7 @@ async def check(
     call, own = functools.partial(_called, seconds=step_timeout_s), None
     try:
         own = await call("its constructor", functools.partial(object_path.resolve(world), **(options or {})))
+        await call("seats", _seats, own)
         messages = _messages("reset", await call("reset", own.reset, row))
         if kit := await call("tools", _tools, own):
             style_of_calls(f"environment {name or world} has tools", tokenizer, style)
@@ -222,8 +257,14 @@ def _stepped(result: Any) -> tuple[Any, Any, bool]:
     raise Failed(f"step must return (observation, reward, whether it is done), got {shown(result)}")
 
 
-def _reward(session: Session, value: Any) -> None:
+def _reward(sessions: Sequence[Session], value: Any) -> None:
+    """Gives rewards for the last answers: of the only player, or a list with one for each; None = none."""
+    values = [value] if len(sessions) == 1 else [None] * len(sessions) if value is None else value
+    if not isinstance(values, list | tuple) or len(values) != len(sessions):
+        raise Failed(f"step: rewards of {len(sessions)} players must be a list of as many, got {shown(value)}")
     try:
-        session.set_reward(value)
+        for session, own in zip(sessions, values, strict=True):
+            if own is not None and session.interactions:
+                session.set_reward(own)
     except ValueError as error:
         raise Failed(f"step: {error}") from error

@@ -50,12 +50,32 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
             )
         for i, row in enumerate(part.input_top[1:], 1):
             ids[i], top[i] = [one[1] for one in row], [number(one[0]) for one in row]
+        if why := _contradiction(logp[1:], np.array(tokens[1:]), ids[1:], top[1:]):
+            raise ServerError(f"{url}/generate: {why}; look for a proxy that changes answers")
     if (total := np.nansum(np.exp(top[1:]), axis=1).max(initial=0)) > 1 + ROUNDING:
         raise ServerError(
             f"{url}/generate: the probabilities of a position's {top_k} likeliest tokens must have a sum of at most 1, "
             f"got {total:.4g}; look for a proxy that changes answers"
         )
     return logp, ids, top
+
+
+def _contradiction(logp: np.ndarray, tokens: np.ndarray, ids: np.ndarray, top: np.ndarray) -> str:
+    """What cannot be of a position's likeliest tokens, beside the token that is there; "" if nothing is."""
+    if len(top) and np.isnan(top).all():
+        return "log-probabilities of the likeliest tokens must be numbers, got null for all"
+    if any(len({*row}) < len(row) for row in ids.tolist()):
+        return "a position's likeliest tokens must differ, got one twice"
+    least = np.where(ids == tokens[:, None], top, np.inf).min(1, initial=np.inf)  # of the token itself, if it is listed
+    listed, rest = np.isfinite(least), np.nanmin(top, 1, initial=np.inf)
+    apart = np.where(listed, np.abs(logp - least), np.maximum(logp - rest, 0))
+    if (apart > ROUNDING).any():
+        at = int(np.nanargmax(apart))
+        return (
+            f"a token must have the log-probability that the list of its position has, at most its least, got "
+            f"{logp[at]:.4g} at {at + 1}"
+        )
+    return ""
 
 
 def named(teachers: Sequence[str]) -> dict[str, list[str]]:

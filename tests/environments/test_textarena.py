@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 
 import pytest
 from fidelity import Policy, exact
@@ -86,6 +87,29 @@ def test_the_random_numbers_of_the_process_stay_as_they_are():
 
 
 @pytest.mark.parametrize("name", ["KuhnPoker-v0", "TicTacToe-v0", "Chopsticks-v0"])
-def test_games_of_several_players_are_refused(name):
-    with pytest.raises(ValueError, match=f"^{name} must be a game for one player .* received 1"):
+def test_games_of_several_players_are_refused_for_one(name):
+    with pytest.raises(ValueError, match=f"^{name} must be a game for 1 .* received 1.*players"):
         World(name).reset({"seed": 0})
+
+
+def legal(prompt, turn):
+    """The second move that the game names last."""
+    moves = re.findall(r"\[(\w+)\]'", prompt.rpartition("available actions are:")[2].partition("\n")[0])
+    return f"[{moves[-1]}]" if moves else f"[{turn}]"
+
+
+@pytest.mark.parametrize("name", ["KuhnPoker-v0", "TicTacToe-v0"])
+def test_the_policy_plays_against_itself_with_a_reward_for_each_seat(name):
+    policy = Policy(say=legal)
+    samples = played(f"textarena:{name}", policy, {"seed": 3}, own={"players": 2})
+    assert exact(policy, samples)
+    rewards = {seat: {s.reward for s in samples if s.seat == seat} for seat in (0, 1)}
+    assert all(map(len, rewards.values())) and sorted(sum(map(list, rewards.values()), [])) == [-1.0, 1.0]
+
+
+def test_a_player_does_not_see_the_other_ones_cards():
+    policy = Policy(say=legal)
+    played("textarena:KuhnPoker-v0", policy, {"seed": 3}, own={"players": 2, "max_rounds": 1})
+    first, second = (next(heard for heard in policy.heard if f"You are Player {i}" in heard) for i in (0, 1))
+    cards = [re.findall(r"Your card is: '(.)'", heard) for heard in (first, second)]
+    assert len({*cards[0]}) == len({*cards[1]}) == 1 and cards[0][0] != cards[1][0]
