@@ -510,7 +510,7 @@ OPTIONS = [  # of config.json, and what is wrong with it
     ("model_type", [], "must be one of deepseek_v2, "),
     ("architectures", 3, "must be a list of texts, or null"),
     ("layer_types", [[]], "must be a list of texts, or null"),
-    *[("eos_token_id", value, "must be a token's id, a list of them, or null") for value in ({}, [[1]], "x", -1, 2**39)],
+    *[("eos_token_id", x, "must be a token's id, a list of them, or null") for x in ({}, [[1]], "x", -1, 2**39)],
     *[("dtype", x, "must be one of float32, bfloat16, float16, float64, or null") for x in ("int32", 7, "float8")],
     ("text_config", 5, "must be options, or null"),
     ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, got 2 and 3"),

@@ -116,7 +116,7 @@ def _number(value: Any) -> float:
 
 
 def _no_number(dtype: Any) -> bool:
-    """Whether it is numpy's of texts, bytes, complex numbers or objects, of which `float` makes numbers all the same."""
+    """Whether it is numpy's of texts, bytes, complex numbers or objects, of which `float` makes numbers, too."""
     kind, name = getattr(dtype, "kind", ""), getattr(dtype, "name", "")
     return kind in ("S", "U", "c", "O") or str(name).startswith("void")
 
