@@ -342,7 +342,7 @@ async def train(
                 sets, groups = await rollouts.evaluate(
                     episodes.sampled, fleet.generate, heldout, samples=config.evaluation.heldout_samples,
                     max_concurrent=config.rollout.max_concurrent, seed=config.seed if fleet.seeded else None,
-                    on_group=count,
+                    on_group=count, regroup=episodes.regroup,
                 )  # fmt: skip
             log.evaluation(v, sets, groups)
 
