@@ -62,8 +62,8 @@ class Config:
         like (docs/add-a-reward.md).
       seed: random seed of sampling.
       env: environment in place of data and reward, of which it plays `limit` tasks: `reasoning_gym:NAME`,
-        `textarena:NAME`, `aviary:NAME`, `gymnasium:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours,
-        `file.py:CLASS` (docs/train-on-an-environment.md).
+        `textarena:NAME`, `aviary:NAME`, `gymnasium:NAME`, `verifiers:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`,
+        or a class of yours, `file.py:CLASS` (docs/train-on-an-environment.md).
       env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
 
