@@ -62,11 +62,10 @@ class Agent:
         self, row: Mapping[str, Any], base_url: str, api_key: str, session_id: str, admin_key: str
     ) -> Outcome:
         """Plays the task of the row."""
-        split = row["split"]
-        env, tasks = await asyncio.to_thread(self._load, split)
+        env, tasks = await asyncio.to_thread(self._load, row["split"])
         if _has_rubrics():
-            return await _elsewhere(self._rollout(env, tasks[row["index"]], base_url, api_key))
-        return await _elsewhere(self._episode(split, env, tasks[row["index"]], base_url, session_id, admin_key))
+            return await _elsewhere(self._rollout(env, tasks, row, base_url, api_key))
+        return await _elsewhere(self._episode(env, tasks, row, base_url, session_id, admin_key))
 
     async def regroup(self, episodes: Sequence[Sequence[Any]]) -> list[Outcome | None] | None:
         """Scores the episodes of a group whose rubric compares them; those that failed stay unscorable."""
@@ -88,7 +87,7 @@ class Agent:
         if self._client:
             await self._client.close()
 
-    async def _rollout(self, env: Any, task: Mapping[str, Any], base_url: str, api_key: str) -> Outcome:
+    async def _rollout(self, env: Any, tasks: Any, row: Mapping[str, Any], base_url: str, api_key: str) -> Outcome:
         """An episode of verifiers up to 0.3. An answer that it cannot read, and a prompt that has become too long, are
         the policy's doing, and worth what the rubric says. Groups are scored once they are complete."""
         import openai
@@ -97,7 +96,7 @@ class Agent:
         if not self._client:
             self._client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
         client = clients.OpenAIChatCompletionsClient(self._client.copy(api_key=api_key))
-        state = await env.rollout(task, client, "areax", {})
+        state = await env.rollout(tasks[row["index"]], client, "areax", {})
         error = state.get("error")
         if error is not None and not isinstance(error, errors.InvalidModelResponseError | errors.ToolParseError):
             raise error.__cause__ or error
@@ -108,7 +107,7 @@ class Agent:
         return outcome
 
     async def _episode(
-        self, split: str, env: Any, task: Any, base_url: str, session_id: str, admin_key: str
+        self, env: Any, tasks: Any, row: Mapping[str, Any], base_url: str, session_id: str, admin_key: str
     ) -> Outcome:
         """An episode of verifiers from 0.4 on. It keeps one client for all, with the key of the first, and sends the
         id of the trace with each request: that of the session."""
@@ -126,9 +125,9 @@ class Agent:
                 if len(begun) > 1:
                     raise ValueError(f"{trace.agent.name} must be run once in an episode, and was again")
 
-        own = self._served.setdefault(split, _Served(env))
+        own = await self._served.setdefault(row["split"], _Served(env)).env()
         context = vf.ModelContext("areax", client)
-        episode = await (await own.env()).run_episode(task, context, on_trace=on_trace)
+        episode = await own.run_episode(tasks[row["index"]], context, on_trace=on_trace)
         failed = [error for trace in episode.traces if not trace.ok for error in trace.errors]
         for error in (*episode.errors, *failed):
             if not (error.type == "ProviderError" and TOO_LONG in error.message):  # that is the policy's doing
@@ -136,7 +135,7 @@ class Agent:
         [trace] = begun
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        return Outcome(**metrics | rewards | {"reward": trace.reward})
+        return Outcome(metrics | rewards | {"reward": trace.reward})
 
 
 class _Served:
@@ -198,7 +197,15 @@ async def _scored(env: Any, outcomes: Sequence[Outcome]) -> None:
 
 
 def _elsewhere(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
+    """What a coroutine returns that runs in the loop of environments."""
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_kept(work), _loop()))
+
+
+async def _kept(work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as error:  # it would end the loop
+        raise RuntimeError(f"the environment exited ({error.code!r:.80})") from error
 
 
 @functools.cache

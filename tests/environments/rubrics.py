@@ -1,6 +1,7 @@
 """Environments as verifiers up to 0.3 has them; `kind` says which."""
 
 import asyncio
+import sys
 import time
 
 import datasets
@@ -70,6 +71,11 @@ class Broken(vf.SingleTurnEnv):
         raise RuntimeError("no such machine")
 
 
+class Exits(vf.SingleTurnEnv):
+    async def setup_state(self, state):
+        sys.exit(3)
+
+
 class Slow(vf.SingleTurnEnv):
     async def setup_state(self, state):
         await asyncio.sleep(60)
@@ -82,7 +88,7 @@ def load_environment(kind="single", **more):
         return vf.ToolEnv(tools=[add, lookup, hang], rubric=vf.Rubric(funcs=[right]), max_turns=6, **given)
     if kind in ("turns", "contest"):
         return Guess(rubric=vf.Rubric(funcs=[longest if kind == "contest" else right]), max_turns=4, **given)
-    made = {"single": vf.SingleTurnEnv, "broken": Broken, "slow": Slow}
+    made = {"single": vf.SingleTurnEnv, "broken": Broken, "exits": Exits, "slow": Slow}
     funcs = {"group": ([longest, right], [1.0, 0.5]), "judge": ([broken], [1.0])}.get(
         kind, ([right, length], [1.0, 0.0])
     )

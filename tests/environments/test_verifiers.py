@@ -89,6 +89,7 @@ def test_a_reward_that_raises_is_0_and_said(caplog, capfd):
     "kind, options, line",
     [
         ("broken", {}, "Agent failed: RuntimeError: no such machine; row {'split': 'train', 'index': 2}"),
+        ("exits", {}, "Agent failed: RuntimeError: the environment exited (3); row"),
         ("slow", {"timeout_s": 0.5}, "Agent failed: TimeoutError"),
     ],
 )
