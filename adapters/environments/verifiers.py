@@ -8,6 +8,7 @@ event loop, for all episodes: its code may block, and what it opens belongs to t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -22,6 +23,7 @@ from typing import Any
 from . import library
 
 LOADING = threading.Lock()
+CLOSING_S = 10.0
 TOO_LONG = "context length"  # what the gateway says of a prompt that is
 
 
@@ -78,8 +80,9 @@ class Agent:
         return outcomes
 
     async def aclose(self) -> None:
-        """Ends servers of the environment."""
-        await _elsewhere(self._close())
+        """Ends servers of the environment, unless its code blocks."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_elsewhere(self._close()), CLOSING_S)
 
     async def _close(self) -> None:
         for served in self._served.values():

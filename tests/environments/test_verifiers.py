@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 
 import pytest
 import servers
@@ -14,6 +15,7 @@ from playing import acted, call
 from areax import models
 from areax.adapters import hf
 from areax.adapters.command_line.options import replaced
+from areax.adapters.environments import verifiers
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo
@@ -97,11 +99,26 @@ def test_an_environment_that_raises_or_hangs_costs_its_episode(kind, options, li
     assert acted(ENV, Policy("3"), ROW, kind=kind, **options) == [] and line in caplog.text
 
 
-def test_a_tool_that_blocks_does_not_block_the_run(caplog):
-    """It holds up other episodes of verifiers, but neither the gateway nor the time limit."""
-    policy = Policy(call("hang", seconds=2), "3")
+def test_a_tool_that_blocks_does_not_block_the_run(caplog, monkeypatch):
+    """It holds up other episodes of verifiers, but neither the gateway nor the time limit, nor the end of the run."""
+    monkeypatch.setattr(verifiers, "CLOSING_S", 0.5)
+    begun, policy = time.monotonic(), Policy(call("hang", seconds=6), "3")
     [sample] = samples = acted(ENV, policy, ROW, kind="tools", timeout_s=1)
     assert exact(policy, samples) and math.isnan(sample.reward) and "TimeoutError" in caplog.text
+    assert time.monotonic() - begun < 5
+
+
+def test_a_request_that_fails_is_not_repeated(caplog):
+    """The client's own attempts would be turns of the same episode."""
+
+    class Broken(Policy):
+        async def __call__(self, prompt, **sampling):
+            self.said.append(prompt)
+            raise RuntimeError("the server is gone")
+
+    policy = Broken("3")
+    assert acted(ENV, policy, ROW) == [] and len(policy.said) == 1
+    assert "InternalServerError: Error code: 500" in caplog.text
 
 
 def test_an_episode_that_failed_is_not_compared(caplog):
