@@ -19,6 +19,7 @@ sglang := .venv-sglang
 peers := .venv-bench
 clients := .venv-clients
 environments := .venv-environments
+tasksets := .venv-tasksets
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 compilers := .venv-compilers
@@ -293,10 +294,11 @@ $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json packa
 
 .PHONY: test-environments
 test-environments: export PYTHONPATH := $(CURDIR)/.dev
-test-environments: $(dev) $(environments)/.done ## test adapters of environments with the real libraries, offline (installs them: 1 GB)
+test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapters of environments with the real libraries, offline (installs them: 2 GB)
 	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
+	$(tasksets)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_verifiers_tasksets.py
 
-# Borrows the packages of .venv, behind its own.
+# Both borrow the packages of .venv, behind their own.
 $(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
 	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
@@ -304,6 +306,13 @@ $(environments)/.done: tests/environments/requirements.txt tests/environments/ne
 	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r \
 	  tests/environments/nemo-gym.txt
 	@$(py) $(purelib) > "$$($(environments)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(tasksets)/.done: tests/environments/tasksets.txt
+	@echo "installing verifiers into $(tasksets): a minute, once"
+	@$(PYTHON) -m venv $(tasksets)
+	@$(tasksets)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(tasksets)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file

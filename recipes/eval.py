@@ -23,7 +23,7 @@ from areax.rollout.processes import memory
 from areax.rollout.scheduling import executor
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
-from areax.rollout.workflows import agents, resolve
+from areax.rollout.workflows import agents, regroup, resolve
 
 PROMPT = 2048  # tokens of a prompt for which servers started here have room
 
@@ -62,8 +62,8 @@ class Config:
         like (docs/add-a-reward.md).
       seed: random seed of sampling.
       env: environment in place of data and reward, of which it plays `limit` tasks: `reasoning_gym:NAME`,
-        `textarena:NAME`, `aviary:NAME`, `gymnasium:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours,
-        `file.py:CLASS` (docs/train-on-an-environment.md).
+        `textarena:NAME`, `aviary:NAME`, `gymnasium:NAME`, `verifiers:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`,
+        or a class of yours, `file.py:CLASS` (docs/train-on-an-environment.md).
       env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
 
@@ -196,7 +196,7 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
         with progress.counting(f"evaluating {len(asked)} rows") as count:
             groups = await executor.rollouts(
                 episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
-                seed=config.seed if fleet.seeded else None, on_group=count,
+                seed=config.seed if fleet.seeded else None, on_group=count, regroup=regroup.of(episode),
             )  # fmt: skip
     evaluation.say_endless(groups, tokens)
     return evaluation.summary(groups, config.samples), evaluation.answers(asked, groups, tokens)

@@ -76,7 +76,7 @@ class Config:
       steps: batches to train on.
       seed: random seed of new weights, prompt order and sampling.
       env: environment in place of data and reward: `reasoning_gym:NAME`, `textarena:NAME`, `aviary:NAME`,
-        `gymnasium:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours, `file.py:CLASS`
+        `gymnasium:NAME`, `verifiers:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours, `file.py:CLASS`
         (docs/train-on-an-environment.md).
       env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
@@ -342,7 +342,7 @@ async def train(
                 sets, groups = await rollouts.evaluate(
                     episodes.sampled, fleet.generate, heldout, samples=config.evaluation.heldout_samples,
                     max_concurrent=config.rollout.max_concurrent, seed=config.seed if fleet.seeded else None,
-                    on_group=count,
+                    on_group=count, regroup=episodes.regroup,
                 )  # fmt: skip
             log.evaluation(v, sets, groups)
 

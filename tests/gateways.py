@@ -87,9 +87,9 @@ class Place:
     def anthropic(self, key=None):
         return anthropic.AsyncAnthropic(base_url=self.gateway.url, api_key=key or self.key, max_retries=0)
 
-    async def request(self, method, path, key=None, **more):
+    async def request(self, method, path, key=None, headers=(), **more):
         """(status, body) of one request; `key` defaults to that of the session."""
-        headers = {"authorization": f"Bearer {self.key if key is None else key}"}
+        headers = {"authorization": f"Bearer {self.key if key is None else key}", **dict(headers)}
         async with aiohttp.ClientSession() as http:
             async with http.request(method, self.gateway.url + path, headers=headers, **more) as reply:
                 return reply.status, await reply.json(content_type=None)

@@ -373,7 +373,7 @@ def test_no_wrong_result_of_an_agent_reaches_a_batch(caplog, monkeypatch):
         nonlocal current
         making, _ = policy(*["4"] * len(results))
         how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING)
-        async with agents.played(run, "agent", **how) as workflow:
+        async with agents.played(agents.coroutine(run), "agent", **how) as workflow:
             for each in results:
                 current = each
                 caplog.clear(), episodes._warned.clear()
@@ -404,7 +404,9 @@ def test_an_agent_that_writes_into_its_row_changes_it_for_nobody():
 
     async def main():
         making, _ = policy("4")
-        async with agents.played(run, "agent", tokenizer=TOKENS, reward=scored, sampling=SAMPLING) as workflow:
+        async with agents.played(
+            agents.coroutine(run), "agent", tokenizer=TOKENS, reward=scored, sampling=SAMPLING
+        ) as workflow:
             return await episodes.rollouts(workflow, making, [row])
 
     row = {"prompt": "2 + 2", "tests": [{"wanted": "5"}]}

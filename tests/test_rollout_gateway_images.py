@@ -260,7 +260,7 @@ def test_an_agent_passes_images_on(model):
 
     async def run():
         given = dict(tokenizer=model[0], processor=model[1], reward=None, sampling=Sampling())
-        async with agents.played(agent, "agent", **given) as episode:
+        async with agents.played(agents.coroutine(agent), "agent", **given) as episode:
             return await episode(engine, {"image": url(SECOND)})
 
     [row] = asyncio.run(asyncio.wait_for(run(), 60))

@@ -8,7 +8,7 @@ import signal
 
 import aiohttp
 import pytest
-from gateways import CHAT, TOKENS, online, served
+from gateways import CHAT, TOKENS, Place, online, served
 
 from areax.rollout.gateway.server import serve
 from areax.rollout.gateway.sessions import Limits
@@ -54,6 +54,31 @@ def test_sessions_are_isolated_from_each_other():
         await good(place)
 
     served(test, **options)
+
+
+def test_the_admin_key_and_the_name_of_a_session_are_its_key():
+    """For clients that are shared by episodes; no other key may name a session."""
+
+    async def test(place):
+        other = Place(place.gateway, place.engine)
+        for one in (place, other, place):
+            place.engine.say("fine")
+            named = {"X-Session-ID": one.session.id}
+            status, _ = await place.request("POST", "/v1/chat/completions", "the admin's", json=CHAT, headers=named)
+            assert status == 200
+        assert [len(one.session.interactions) for one in (place, other)] == [2, 1]
+        for key, name, status in (
+            ("the admin's", "guess", 404), ("the admin's", "", 404), ("guess", other.session.id, 401)
+        ):  # fmt: skip
+            named = {"X-Session-ID": name}
+            got, answer = await place.request("POST", "/v1/chat/completions", key, json=CHAT, headers=named)
+            assert got == status
+        place.engine.say("mine")
+        named = {"X-Session-ID": other.session.id}
+        assert (await place.request("POST", "/v1/chat/completions", json=CHAT, headers=named))[0] == 200
+        assert [len(one.session.interactions) for one in (place, other)] == [3, 1]  # a session's key is its own
+
+    served(test, admin_key="the admin's")
 
 
 def test_without_an_admin_key_there_is_no_admin_access():

@@ -19,6 +19,7 @@ from scripted import run, serving, until
 from areax.recipes.shared import rollouts as shared_rollouts
 from areax.rollout import client
 from areax.rollout.errors import ServerError
+from areax.rollout.rewards import Score
 from areax.rollout.scheduling import episodes, length_bias
 from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, EasyFirst
 from areax.rollout.scheduling.episodes import rollouts, sampling_seed
@@ -403,6 +404,30 @@ def one_batch(workflow, generate=None, *, G=2, group_size=2, **more):
 
 async def plain(generate, row):
     return sampled([1], await generate([1]), temperature=1.0, info={"row": row})
+
+
+def test_a_group_is_regrouped_before_it_is_accepted_and_so_is_its_baseline():
+    """Episodes without samples are not seen; the others keep their numbers."""
+    seen, made = [], Counter()
+
+    async def workflow(generate, row):
+        made[row["id"]] += 1
+        return None if made[row["id"]] == 1 else await plain(generate, row)
+
+    async def regroup(grouped):
+        seen.append([len(samples) for samples in grouped])
+        return [Score(float(len(grouped)), {"n": float(n)}) for n, _ in enumerate(grouped)]
+
+    def accept(samples):
+        return [s.reward for s in samples] == [2.0, 2.0]
+
+    groups, _ = one_batch(workflow, G=1, group_size=3, regroup=regroup, accept=accept, baseline=plain)
+    [samples] = groups
+    assert [(s.rollout, s.components) for s in samples] == [
+        (1, {"n": 0.0, "greedy": 1.0}),
+        (2, {"n": 1.0, "greedy": 1.0}),
+    ]
+    assert seen == [[1, 1], [1]]
 
 
 def test_a_failed_episode_is_retried_with_the_same_seed():

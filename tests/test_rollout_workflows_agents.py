@@ -13,7 +13,8 @@ from test_rollout_workflows_multi_turn import SAMPLING, TOKENS, learnt, policy
 
 from areax.rollout import object_path
 from areax.rollout.errors import ServerError
-from areax.rollout.workflows import agents, failures
+from areax.rollout.scheduling import episodes
+from areax.rollout.workflows import agents, failures, regroup
 from areax.rollout.workflows.resolve import bind
 
 ROW = {"prompt": "2 + 2", "answer": "4"}
@@ -43,7 +44,7 @@ def play(run, *texts, options=None, row=ROW):
 
     async def main():
         how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING, options=options or agents.Options())
-        async with agents.played(run, "agent", **how) as workflow:
+        async with agents.played(agents.coroutine(run), "agent", **how) as workflow:
             return await workflow(generate, row)
 
     return asyncio.run(main())
@@ -94,7 +95,9 @@ def test_a_server_error_is_not_treated_as_a_failure_of_the_agent():
         await chat(base_url, api_key, "hello")
 
     async def main():
-        async with agents.played(run, "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING) as workflow:
+        async with agents.played(
+            agents.coroutine(run), "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING
+        ) as workflow:
             with pytest.raises(RuntimeError, match="no usable generation server"):
                 await workflow(generate, ROW)
 
@@ -124,7 +127,9 @@ def test_an_agent_that_always_fails_ends_the_run():
         raise OSError("not installed")
 
     async def main():
-        async with agents.played(fails, "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING) as workflow:
+        async with agents.played(
+            agents.coroutine(fails), "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING
+        ) as workflow:
             for _ in range(failures.MOST - 1):
                 assert await workflow(None, ROW) is None
             with pytest.raises(
@@ -236,6 +241,14 @@ class Agent:
     async def run(self, row, base_url):
         return self.times
 
+class Shared(Agent):
+    closed = []
+    async def run(self, row, session_id, admin_key, **more):
+        assert set(more) == {"base_url", "api_key"} and len(session_id) == 16 and admin_key not in more.values()
+        return self.times
+    async def aclose(self):
+        Shared.closed.append(self.times)
+
 class Entered(Agent):
     open = []
     async def __aenter__(self):
@@ -277,8 +290,95 @@ def test_a_workflow_gets_the_arguments_it_takes(file):
 
 
 def test_agents_may_be_classes_or_objects(file):
-    for name in ("Agent", "ready"):
+    for name in ("Agent", "ready", "Shared"):
         assert bound(f"{file}:{name}") is None  # it made no requests
+    assert object_path.load_object(f"{file}:Shared").closed == [1]  # at the end, if it can be
+
+
+COMPARING = """
+import asyncio
+
+calls = []
+
+async def one(generate, row, *, tokenizer):
+    from areax.rollout.types import sampled
+    return sampled([1], await generate([1]), temperature=1.0, info={"row": row})
+
+async def ranked(episodes):
+    calls.append([[sample.reward for sample in samples] for samples in episodes])
+    return [{"reward": float(n), "rank": float(n)} for n, _ in enumerate(episodes)]
+
+one.regroup = ranked
+
+class Agent:
+    async def run(self, row, base_url, api_key):
+        import openai
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            asked = [{"role": "user", "content": row["prompt"]}]
+            answer = await client.chat.completions.create(model="m", messages=asked)
+            if answer.choices[0].message.content == "no":
+                raise KeyError("no")
+            return {"length": float(len(answer.choices[0].message.content))}
+
+    def regroup(self, episodes):
+        results = [samples[0].info["result"] for samples in episodes]
+        best = max(result["length"] for result in results if result)
+        return [result and float(result["length"] == best) for result in results]
+
+class Kept(Agent):
+    def regroup(self, episodes):
+        return None
+
+class Odd(Agent):
+    def regroup(self, episodes):
+        return [1.0]
+
+class Slow(Agent):
+    async def regroup(self, episodes):
+        await asyncio.sleep(60)
+"""
+
+
+def compared(tmp_path, name, *texts, **agent):
+    """The samples of a group of `texts`."""
+    file = tmp_path / "comparing.py"
+    file.write_text(COMPARING)
+    generate, _ = policy(*texts)
+
+    async def main():
+        how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING, agent=agents.Options(**agent))
+        async with bind(f"{file}:{name}", **how) as workflow:
+            of = regroup.of(workflow)
+            [samples] = await episodes.rollouts(workflow, generate, [ROW], group_size=len(texts), regroup=of)
+            return samples
+
+    return asyncio.run(main())
+
+
+def test_a_group_is_scored_once_it_is_complete(tmp_path):
+    samples = compared(tmp_path, "Agent", "aa", "a", "aaa")
+    assert [(s.rollout, s.reward, s.info["episode_reward"]) for s in samples] == [(0, 0, 0), (1, 0, 0), (2, 1, 1)]
+    assert [s.components for s in samples] == [{"length": n} for n in (2.0, 1.0, 3.0)]
+    assert [index for index, _ in samples[0].rewards] == [len(samples[0].tokens) - 1]
+    assert [s.reward for s in compared(tmp_path, "Agent", "aa")] == [1.0]  # as in an evaluation
+    assert [s.reward for s in compared(tmp_path, "Kept", "aa", "a")] == [2.0, 1.0]
+    assert [s.components for s in compared(tmp_path, "one", "aa", "a")] == [{"rank": 0.0}, {"rank": 1.0}]
+
+
+def test_an_episode_that_failed_is_seen_as_such_and_may_stay_unscorable(tmp_path):
+    rewards = [s.reward for s in compared(tmp_path, "Agent", "aa", "no", "aaa")]
+    assert rewards[::2] == [0.0, 1.0] and math.isnan(rewards[1])
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [("Odd", "ValueError: must return a reward for each of 2 episodes, got 1"), ("Slow", "TimeoutError")],
+)
+def test_a_comparison_that_fails_costs_its_group(tmp_path, caplog, name, why):
+    samples = compared(tmp_path, name, "aa", "a", timeout_s=0.5)
+    assert all(math.isnan(s.reward) for s in samples) and len(samples) == 2
+    [said] = caplog.messages
+    assert f"regroup of {tmp_path}/comparing.py:{name} failed: {why}" in said and "row {'prompt': '2 + 2'" in said
 
 
 def test_a_class_with_a_beginning_and_an_end_is_entered_and_left_for_each_episode(file, caplog):

@@ -10,7 +10,10 @@ from areax.adapters.command_line.options import flat, json_object, replaced
 from areax.rollout import object_path
 from areax.rollout.workflows import environments
 
-KINDS = "aviary", "gymnasium", "nemo_gym", "openenv", "reasoning_gym", "textarena"  # files of adapters/environments
+WORLDS = "aviary", "gymnasium", "nemo_gym", "openenv", "reasoning_gym", "textarena"  # files of adapters/environments
+AGENTS = ("verifiers",)  # likewise, whose environments call the model
+KINDS = *WORLDS, *AGENTS
+AGENT = "areax.adapters.environments.{}:Agent"
 PLAY, TOOL_CLASS = "areax.rollout.workflows.environments:play", "areax.rollout.workflows.tool_class:World"
 REWARD, SINGLE_TURN = "areax.rollout.rewards:none", "areax.rollout.workflows:single_turn"
 OF_PLAY = "turns", "step_timeout_s", "style"  # entries of --env-options that are not the environment's
@@ -24,9 +27,9 @@ class Environment(NamedTuple):
     """What `--env` names.
 
     Attributes:
-      world: object path of the class of a `World`.
-      own: object path of the class that it runs, which is the world, or one whose methods are tools.
-      options: arguments of the world.
+      world: object path of the class of a `World`; "" = an agent.
+      own: object path of the class that it runs, which is the world, one whose methods are tools, or the agent.
+      options: arguments of the world, or the agent.
       play: arguments of `environments.play`.
     """
 
@@ -40,9 +43,11 @@ class Environment(NamedTuple):
 def named(env: str, options: str) -> Environment:
     """What `--env` and `--env-options` name. Raises ValueError if there is no such class or function."""
     given = json_object("--env-options", options)
-    play = {name: given.pop(name) for name in OF_PLAY if name in given}
     kind, _, name = env.partition(":")
-    if kind in KINDS and name:
+    if kind in AGENTS and name:
+        return Environment(env, "", AGENT.format(kind), {"name": name, **given}, {})
+    play = {name: given.pop(name) for name in OF_PLAY if name in given}
+    if kind in WORLDS and name:
         world = f"areax.adapters.environments.{kind}:World"
         return Environment(env, world, world, {"name": name, **given}, play)
     try:
@@ -62,11 +67,12 @@ def conflicts(config: Any) -> Iterator[str]:
         if given.env_options:
             yield f"--env-options is for an environment, --env, got {given.env_options} alone; leave it out"
         return
+    own = PLAY, *map(AGENT.format, AGENTS)
     for option, taken in (
         ("data", given.env.partition(":")[0] in KINDS and given.data),
         ("reward", given.reward != REWARD and given.reward),
-        ("workflow", given.workflow not in (PLAY, SINGLE_TURN) and given.workflow),
-        ("workflow-options", given.workflow != PLAY and given.workflow_options),
+        ("workflow", given.workflow not in (*own, SINGLE_TURN) and given.workflow),
+        ("workflow-options", given.workflow not in own and given.workflow_options),
         ("row", not given.data and given.row),
         ("max-prompt", given.max_prompt),
     ):
@@ -81,7 +87,8 @@ def expanded(config: Config) -> Config:
         return config
     found = named(given.env, given.env_options)
     options = {"world": found.world, "name": found.name, "options": found.options, **found.play}
-    return replaced(given, reward=REWARD, workflow=PLAY, workflow_options=json.dumps(options))
+    workflow, options = (PLAY, options) if found.world else (found.own, found.options)
+    return replaced(given, reward=REWARD, workflow=workflow, workflow_options=json.dumps(options))
 
 
 class Rows:
@@ -102,7 +109,7 @@ def rows(env: str, options: str, split: Literal["train", "eval"]) -> Any:
     if not isinstance(inspect.getattr_static(own, "rows", None), staticmethod):
         begin = HELDOUT if split == "eval" else 0
         return Rows(lambda: ({"seed": n} for n in itertools.count(begin)))
-    given = {name: value for name, value in found.options.items() if found.own == found.world or name not in OF_CLASS}
+    given = {name: value for name, value in found.options.items() if found.world != TOOL_CLASS or name not in OF_CLASS}
     try:
         inspect.signature(own.rows).bind(split, **given)
     except TypeError as error:
@@ -134,6 +141,8 @@ def first(env: str, options: str, count: int) -> list[dict]:
 
 
 async def check(env: str, options: str, row: dict, tokens: Any) -> None:
-    """Begins and ends an episode. Raises ValueError, in one line, if the environment cannot."""
+    """Begins and ends an episode. Raises ValueError, in one line, if the environment cannot. An agent's `rows` has."""
     found = named(env, options)
+    if not found.world:
+        return
     await environments.check(found.world, row, tokenizer=tokens, options=found.options, name=found.name, **found.play)

@@ -21,6 +21,7 @@ from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
 from areax.rollout.types import Generate, Sample, Workflow
 from areax.rollout.workflows import resolve, teacher
+from areax.rollout.workflows.regroup import Regroup, of
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,14 @@ class Episodes:
       greedy: the same at temperature 0, for evaluation and as a baseline; `train` where neither is wanted.
       sampled: sampled as in training but not trained on, for evaluation; `greedy` where one completion is enough.
       rewards: the pool of reward workers, for its counts.
+      regroup: what gives the rewards of a group that is complete, if the workflow has that.
     """
 
     train: Workflow
     greedy: Workflow
     sampled: Workflow
     rewards: rewards.Pool
+    regroup: Regroup | None = None
 
 
 def check_keys(serving: Serving, training: Training) -> None:
@@ -76,7 +79,8 @@ async def opened(
             resolve.bind, rollout.workflow, tokenizer=tokens, processor=processor, reward=pool, agent=rollout.agent,
             options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
-        train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)
+        bound = await enter(bind(sampling=rollout.sampling))
+        train = fitting(bound, training.length, rollout)
         if rollout.episode_timeout_s:
             train = functools.partial(timed, train, rollout.episode_timeout_s)
         if training.teachers:
@@ -86,7 +90,8 @@ async def opened(
             train = functools.partial(teacher.taught, train, annotate)
         plain = replace(rollout.sampling, routed_experts=False)
         cold = await enter(bind(sampling=replace(plain, temperature=0.0))) if greedy else train
-        yield Episodes(train, cold, await enter(bind(sampling=plain)) if sampled else cold, pool)
+        warm = await enter(bind(sampling=plain)) if sampled else cold
+        yield Episodes(train, cold, warm, pool, of(bound))
 
 
 def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
@@ -147,19 +152,20 @@ def scheduler(
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
         max_concurrent=rollout.max_concurrent, oversample=rollout.oversample, seed=seed, batches=steps, cursor=cursor,
         vocabulary=vocabulary, experts=experts,
-        accept=varied if objective.shaping.dynamic_sampling else None,
+        accept=varied if objective.shaping.dynamic_sampling else None, regroup=own.regroup,
         baseline=own.greedy if objective.advantage.mean == "greedy" else None,
     )  # fmt: skip
 
 
 async def evaluate(
     episode: Workflow, generate: Generate, sets: dict[str, Sequence[dict]], *, samples: int, max_concurrent: int,
-    seed: int | None, on_group: Callable[[], None],
+    seed: int | None, on_group: Callable[[], None], regroup: Regroup | None = None,
 ) -> tuple[dict[str, dict], list[list[Sample]]]:  # fmt: skip
     """({name: `evaluation.summary`} of held-out sets, groups), `samples` episodes of each row, which are a group.
 
     Args:
       on_group: called when a group is done.
+      regroup: of `Episodes`.
     """
     with events.context(of="evaluation"):
         try:
@@ -170,6 +176,7 @@ async def evaluate(
                 group_size=samples,
                 max_concurrent=max_concurrent,
                 seed=seed,
+                regroup=regroup,
                 on_group=on_group,
             )
         except ServerError as error:

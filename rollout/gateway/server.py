@@ -1,4 +1,5 @@
 """The gateway: one address for all agents; the API key selects the session. `async with serve(tokenizer) as gateway`.
+With the admin key the header X-Session-ID does, so that one client can serve many sessions.
 
 Routes: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages` (and its `count_tokens`) and
 `/v1/models` with a session's key; `/health` without a key; those of `online` with the admin key or the session's.

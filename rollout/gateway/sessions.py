@@ -16,6 +16,8 @@ from ..chat.api.stored import Stored
 from ..chat.session import Session
 from ..processes import http_limits as limits
 
+SESSION_ID = "X-Session-ID"  # the header that names a session, with the admin key
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -110,7 +112,12 @@ class Sessions:
         return bool(self._admin_key) and hmac.compare_digest(given, self._admin_key)
 
     def of(self, http: Request) -> Entry:
-        """The session whose key the request has."""
+        """The session whose key the request has, or, with the admin key, whose id the header X-Session-ID has."""
+        if self.admin(http):
+            name = http.headers.get(SESSION_ID, "")
+            if entry := self._by_id.get(name):
+                return entry
+            raise HTTPException(404, f"with the admin key, {SESSION_ID} must be an open session's id, got {name!r:.80}")
         if entry := self.find(_key(http)):
             return entry
         raise HTTPException(401, "no open session has this key")

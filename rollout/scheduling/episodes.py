@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -18,10 +18,12 @@ import xxhash
 from .. import events, object_path
 from ..errors import ServerError, WrongSample
 from ..processes.printable import one_line, shown
+from ..rewards.signatures import Score
 from ..types import Generate, Sample, Workflow
 from .validation import checked
 
 Check = Callable[[Sample], Sample]
+Regroup = Callable[[list[list[Sample]]], Awaitable[list[Score] | None]]
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per episode, if servers fail
@@ -42,13 +44,14 @@ async def rollouts(
     max_concurrent: int = 256,
     seed: int | None = None,
     check: Check = checked,
+    regroup: Regroup | None = None,
     on_group: Callable[[], None] = lambda: None,
 ) -> list[list[Sample]]:
     """Samples a group for every row, once and in order, without scheduling; for evaluation.
 
     Rejected episodes are missing from their row's list. At most `max_concurrent` rows run at a time. With a `seed`
-    (needs servers that honour it) the same policy gives the same samples. `check` as in `group`; `on_group` is called
-    when a group is done.
+    (needs servers that honour it) the same policy gives the same samples. `check` and `regroup` as in `group`;
+    `on_group` is called when a group is done.
     Raises the first error; a ServerError, which names the row, once an episode has failed ATTEMPTS times.
     """
     limit, failed = asyncio.Semaphore(max_concurrent), False
@@ -56,7 +59,9 @@ async def rollouts(
     async def one(prompt: int, row: Mapping[str, Any]) -> list[Sample]:
         nonlocal failed
         try:
-            made = await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed, check=check)
+            made = await group(
+                workflow, generate, row, prompt=prompt, size=group_size, seed=seed, check=check, regroup=regroup
+            )
             on_group()
             return made
         except BaseException as error:
@@ -88,6 +93,7 @@ async def group(
     size: int,
     seed: int | None,
     check: Check = checked,
+    regroup: Regroup | None = None,
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
 ) -> list[Sample]:
@@ -101,6 +107,8 @@ async def group(
     Args:
       check: a copy of a sample that workflows cannot change; raises ValueError for one that must not be trained on: its
         episode is retried as if its servers had failed.
+      regroup: called with the samples of each episode that has some, returns the rewards of these episodes, or None:
+        they keep theirs.
       on_retry: called before an episode is retried.
       on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
@@ -125,6 +133,10 @@ async def group(
         if sum(map(bool, played)) < least:
             raise lost[0]
         on_lost(len(lost))
+    ended = [index for index, samples in enumerate(played) if samples]
+    if regroup and ended and (scores := await regroup([played[index] for index in ended])) is not None:
+        new = dict(zip(ended, scores, strict=True))
+        played = [[_rewarded(sample, new[index]) for sample in samples] for index, samples in enumerate(played)]
     return [
         sample.replace(
             group=_of_seat(sample.seat, prompt),
@@ -141,6 +153,15 @@ async def group(
 def _of_seat(seat: int, number: int) -> int:
     """The id of a seat's group or rollout: seats are compared among themselves, and each has a reward of its own."""
     return seat << 48 | number
+
+
+def _rewarded(sample: Sample, score: Score) -> Sample:
+    """The sample with its episode's reward at its last token, in place of those that it has."""
+    return sample.replace(
+        rewards=((len(sample.tokens) - 1, score.value),),
+        components={**sample.components, **score.components},
+        info={**sample.info, "episode_reward": score.value},
+    )
 
 
 async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_retry) -> list[Sample]:

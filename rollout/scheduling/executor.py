@@ -36,7 +36,7 @@ from ..types import Generate, Sample, Workflow
 from . import length_bias
 from .curriculum import Adaptive, EasyFirst, success
 from .curriculum import Prompts as Prompts
-from .episodes import group, stop
+from .episodes import Regroup, group, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream
@@ -71,6 +71,7 @@ class Executor:
         oversample: int = 0,
         seed: int | None = 0,
         accept: Callable[[list[Sample]], bool] | None = None,
+        regroup: Regroup | None = None,
         baseline: Workflow | None = None,
         batches: int | None = None,
         cursor: Mapping[str, Any] | None = None,
@@ -90,6 +91,7 @@ class Executor:
             that finish first.
           seed: the run's seed; None for servers that do not honour seeds.
           accept: whether a finished group may be trained on; a refused group is replaced by another prompt.
+          regroup: of a group that is complete the rewards, as in `episodes.group`; before `accept`.
           baseline: an additional episode per prompt, not trained on (it may decode greedily). Its reward becomes the
             component "greedy" of each sample of the group, NaN if the episode was rejected.
           batches: of the whole run, if known: nothing is generated beyond them.
@@ -113,7 +115,7 @@ class Executor:
         self.workflow, self.generate, self.prompts = workflow, generate, prompts
         self.group_size, self.groups_per_batch, self.eta = group_size, groups_per_batch, eta
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
-        self.batches, self.oversample = batches, oversample
+        self.regroup, self.batches, self.oversample = regroup, batches, oversample
         self.vocabulary, self.experts = vocabulary, experts
         self._version: int | None = None  # admitted by all servers
         self._forms: dict[str, str] | None = None  # of the first sample
@@ -323,13 +325,16 @@ class Executor:
             size=self.group_size,
             seed=self.seed,
             check=functools.partial(self._alike, oldest=version),
+            regroup=self.regroup,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
         if self.baseline:
-            [greedy] = await rollouts(self.baseline, self.generate, [self.prompts[prompt]], check=self._checked)
+            [greedy] = await rollouts(
+                self.baseline, self.generate, [self.prompts[prompt]], check=self._checked, regroup=self.regroup
+            )
             value = greedy[0].reward if greedy else float("nan")
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
         return [s.replace(info={**s.info, "admitted": version}) for s in samples], True

@@ -33,6 +33,7 @@ from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
 from .failures import Failures, line
 
+ALWAYS = "base_url", "api_key"  # what an agent that takes any arguments gets
 TAIL = 4000  # bytes read from the end of a command's output
 LONGEST = 500  # characters of what a program printed, in an error
 
@@ -80,25 +81,32 @@ async def played(
     sampling: Sampling,
     options: Options = Options(),
 ) -> AsyncIterator[Workflow]:
-    """Yields a workflow whose episodes are `await run(row, base_url=, api_key=)`, and serves the gateway they use.
+    """Yields a workflow whose episodes are `await run(row, base_url=, api_key=, session_id=, admin_key=)`, and serves
+    the gateway they use. The admin key, with the session's id in the header X-Session-ID, is for clients of many
+    episodes.
 
     `run` returns the reward: a number or a dict of named components, for the last interaction; or a dict of numbers by
     interaction id (the ids in the API's answers); or None: then `reward` scores the last answer, unless the agent sent
-    rewards over HTTP. An episode that raises or exceeds the timeout is logged and unscorable; `failures.MOST` in
-    a row end the run with the last error. Failures of generation servers are raised as ServerError.
+    rewards over HTTP. Samples have what it returns in their info, as "result". An episode that raises or exceeds the
+    timeout is logged and unscorable; `failures.MOST` in a row end the run with the last error. Failures of generation
+    servers are raised as ServerError.
     """
-    served = server.serve(tokenizer, processor, style=options.style or "", reasoning=options.reasoning)
+    admin_key = secrets.token_urlsafe(32)
+    served = server.serve(
+        tokenizer, processor, admin_key=admin_key, style=options.style or "", reasoning=options.reasoning
+    )
     failures = Failures(f"agent {name}")
 
     async with served as gateway:
 
         async def episode(generate: Generate, row: Mapping[str, Any]) -> list[Sample] | None:
             session = Session(generate, tokenizer, processor, sampling=sampling, style=options.style or "")
-            key = gateway.open(session)
+            key, result = gateway.open(session), None
             try:
                 async with asyncio.timeout(options.timeout_s):
                     own = copy.deepcopy(dict(row))  # the reward must not see what the agent writes into it
-                    result = await run(own, base_url=f"{gateway.url}/v1", api_key=key)
+                    named = dict(api_key=key, session_id=session.id, admin_key=admin_key)
+                    result = await run(own, base_url=f"{gateway.url}/v1", **named)
                 await settle(session, result, reward, row)
                 failures.clear()
             except Exception as error:  # an agent may raise anything, often because of the policy's output
@@ -110,7 +118,7 @@ async def played(
                 session.set_reward(None)
             finally:
                 await gateway.close(key)
-            return session.samples(style=options.rows, discount=options.discount, row=row) or None
+            return session.samples(style=options.rows, discount=options.discount, row=row, result=result) or None
 
         yield episode
 
@@ -129,7 +137,8 @@ async def settle(session: Session, result: Any, reward: Callable[..., Awaitable[
 
 
 def coroutine(made: Any) -> Callable[..., Awaitable[Any]]:
-    """Wraps `made`, or its method `run`, as a coroutine function; passes `base_url` and `api_key` if it takes them.
+    """Wraps `made`, or its method `run`, as a coroutine function; passes `base_url`, `api_key`, and what else `played`
+    has, if it takes them: the first two also if it takes any.
 
     A plain function runs in a thread. A coroutine must not block: it shares the event loop with the gateway.
     """
@@ -139,7 +148,7 @@ def coroutine(made: Any) -> Callable[..., Awaitable[Any]]:
 
     async def called(row: Mapping[str, Any], **given) -> Any:
         return await tools.called(
-            run, row, **{name: value for name, value in given.items() if anything or name in parameters}
+            run, row, **{n: value for n, value in given.items() if n in parameters or anything and n in ALWAYS}
         )
 
     return called
@@ -179,7 +188,7 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
         raise ValueError("exec: must be followed by a command, got nothing")
     environ = passed(names, "--agent.environment")
 
-    async def run(row: Mapping[str, Any], *, base_url: str, api_key: str) -> Any:
+    async def run(row: Mapping[str, Any], *, base_url: str, api_key: str, **_: str) -> Any:
         mark = secrets.token_hex(8)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(

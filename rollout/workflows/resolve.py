@@ -12,7 +12,7 @@ from typing import Any
 from .. import object_path
 from ..chat import images
 from ..types import Sampling, Workflow
-from . import agents, areal, workflow_context
+from . import agents, areal, regroup, workflow_context
 
 ONLINE, COMMAND = "online", "exec:"
 
@@ -33,12 +33,14 @@ async def bind(
     - `module:function` or `file.py:function` that takes `generate`: a workflow. Of tokenizer, processor, reward and
       sampling it gets those it has parameters for, and all `options`.
     - a function that takes `base_url`, or a class or object with `async run(row, base_url=, api_key=)`: an agent
-      (`agents.played`). A class is constructed once with all `options`, or once an episode, and entered and left, if it
-      has `__aenter__` and `__aexit__`.
+      (`agents.played`). A class is constructed once with all `options`, and closed at the end if it has `aclose`; or
+      once an episode, and entered and left, if it has `__aenter__` and `__aexit__`.
     - a class or object with `arun_episode(engine, data)`: an AReaL workflow (`areal`). A class is constructed with
       those of reward_fn, gconfig, tokenizer, reward and sampling that it takes, and all `options`.
     - `exec:COMMAND`: an agent in a separate process (`agents.command`).
     - `online`: users who open sessions (`agents.online`).
+
+    The workflow has the `regroup` of what `name` refers to, if any (`regroup`).
 
     Args:
       processor: of a model that reads images; None = a row with images is refused.
@@ -50,6 +52,7 @@ async def bind(
     given, agent = dict(options or {}), agent or agents.Options()
     found = find(name)
     _check_agent(name, found, agent)
+    with_regroup = functools.partial(regroup.attached, name=name, seconds=agent.timeout_s)
     if name == ONLINE or name.startswith(COMMAND):
         _taken(name, {}, {}, given)
     if name == ONLINE:
@@ -61,10 +64,11 @@ async def bind(
     if _generates(found):
         own = functools.partial(found, **_taken(name, _parameters(found), bound, given))
         async with workflow_context.opened(reward) as shared:
-            yield workflow_context.within(shared, own)
+            yield with_regroup(workflow_context.within(shared, own), getattr(found, "regroup", None))
         return
     if name.startswith(COMMAND):
         run = agents.command(name.removeprefix(COMMAND), agent.environment)
+        scored = None
     else:
         if inspect.isclass(found):
             offered = {"reward_fn": areal.RunReward(reward), "gconfig": areal.settings(sampling), **bound}
@@ -82,19 +86,23 @@ async def bind(
                 )
             make: Callable[[], Any] = functools.partial(found, **taken)
             enters = hasattr(found, "__aenter__") and not hasattr(found, "arun_episode")
+            scored = getattr(found, "regroup", None) if enters else None  # a static method
             found = agents.entered(make) if enters else make()
         else:
+            scored = None
             _taken(name, {}, {}, given)
+        scored = scored or getattr(found, "regroup", None)
         if hasattr(found, "arun_episode"):
             async with workflow_context.opened(reward) as shared:
-                yield workflow_context.within(shared, areal.workflow(found, tokenizer))
+                yield with_regroup(workflow_context.within(shared, areal.workflow(found, tokenizer)), scored)
             return
         run = agents.coroutine(found)
     async with (
+        contextlib.aclosing(found) if hasattr(found, "aclose") else contextlib.nullcontext(),
         workflow_context.opened(reward) as shared,
         agents.played(run, name, **bound, options=agent) as workflow,
     ):
-        yield workflow_context.within(shared, workflow)
+        yield with_regroup(workflow_context.within(shared, workflow), scored)
 
 
 def check(name: str, options: Mapping[str, Any], agent: agents.Options | None = None) -> None:
