@@ -76,8 +76,8 @@ class Config:
       steps: batches to train on.
       seed: random seed of new weights, prompt order and sampling.
       env: environment in place of data and reward: `reasoning_gym:NAME`, `textarena:NAME`, `aviary:NAME`,
-        `gymnasium:NAME`, `verifiers:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours, `file.py:CLASS`
-        (docs/train-on-an-environment.md).
+        `gymnasium:NAME`, `verifiers:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours, `file.py:CLASS`;
+        or a mixture, `NAME=ENV:WEIGHT,...` (docs/train-on-an-environment.md).
       env_options: options of the environment, and `turns`, `step_timeout_s` and `style` of its episodes, a JSON object.
     """
 
@@ -211,12 +211,15 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         )
     )  # fmt: skip
     asks = rows.asks(workflow)
-    if config.env and given is None and not config.data:
-        given = environments.rows(config.env, config.env_options, "train")
-    prompts = sources.opened(
-        config.data, given, options.row, options.limit, check=check, bad=options.bad_rows, recognise=asks,
-        seed=config.seed, spec=options.curriculum,
+    open_one = functools.partial(
+        sources.opened, row=options.row, limit=options.limit, check=check, bad=options.bad_rows, recognise=asks,
+        spec=options.curriculum,
     )  # fmt: skip
+    if config.env and given is None and not config.data:
+        of_one = lambda own, seed: open_one("", own, seed=seed)
+        prompts = environments.opened(config.env, config.env_options, of_one, config.seed)
+    else:
+        prompts = open_one(config.data, given, seed=config.seed)
     read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
     if config.env:
         asyncio.run(environments.check(config.env, config.env_options, dict(prompts[0]), tokens))

@@ -151,6 +151,59 @@ def test_options_that_rows_do_not_take_are_named(file, env, options, line):
         environments.rows(env, options, "train")
 
 
+def test_several_environments_have_shares_and_options_of_their_own(file):
+    env, given = f"a={file}:Sum:3,b=openenv:http://h:8000,c=nemo_gym:http://h:80:.5", '{"a": {"digits": 2, "turns": 1}}'
+    found = environments.shares(env, given)
+    assert [(x.name, x.env, float(x.weight)) for x in found] == [
+        ("a", f"{file}:Sum", 3), ("b", "openenv:http://h:8000", 1), ("c", "nemo_gym:http://h:80", 0.5)
+    ]  # fmt: skip
+    expanded = flat(environments.expanded(grpo.Config("m", "", "", env=env, env_options=given)))
+    worlds = json.loads(expanded.workflow_options)["worlds"]
+    assert expanded.workflow == environments.ONE_OF and worlds.keys() == {"a", "b", "c"}
+    assert worlds["a"] == {"world": f"{file}:Sum", "name": f"{file}:Sum", "options": {"digits": 2}, "turns": 1}
+    rows = environments.first(f"a={file}:Own,b={file}:Sum", '{"a": {"digits": 4}}', 2)
+    assert [row["data_source"] for row in rows] == ["a", "a", "b", "b"] and rows[0]["digits"] == 4
+    assert environments.shares("openenv:http://h/?a=b", "") == environments.shares("textarena:X", "") == []
+
+
+@pytest.mark.parametrize(
+    "env, options, line",
+    [
+        ("a=textarena:X,textarena:Y", "", "each of several environments needs a name of its own, as in a=textarena:Y"),
+        ("a=textarena:X,a=textarena:Y", "", "needs a name of its own"),
+        ("a=textarena:X:0,b=textarena:Y", "", "must have a weight above 0, got a=textarena:X:0"),
+        ("a=verifiers:X,b=textarena:Y", "", "must be stepped by the trainer, .* got a=verifiers:X"),
+        (
+            "a=textarena:X",
+            '{"turns": 3}',
+            "--env-options of a mixture must be by the names in --env, got turns besides",
+        ),
+        ("a=textarena:X", '{"a": 3}', "--env-options must be a JSON object"),
+    ],
+)
+def test_what_cannot_be_mixed_is_named(env, options, line):
+    with pytest.raises(ValueError, match=line):
+        environments.expanded(grpo.Config("m", "", "", env=env, env_options=options))
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_on_each_environment_in_its_share_and_goes_on(place, file):
+    path = file.with_name("two.py")
+    path.write_text(WORLDS)
+    env, own = f"a={file}:Sum:3,b={path}:Flow:1", '{"a": {"digits": 2}}'
+    config = replaced(run(place, file), env=env, env_options=own, out=str(place / "mixed"), groups=4)
+    made = object_path.load_object(f"{file}:Sum").made, object_path.load_object(f"{path}:Sum").made
+    [one.clear() for one in made]
+    done = grpo.main(config)
+    assert done["complete"] and done["heldout_rows"] == 6
+    trained = [[seed for seed in one if seed < environments.HELDOUT] for one in made]
+    assert {*range(6)} <= {*trained[0]} and {0, 1} <= {*trained[1]}
+    tiny.cut_off(place / "mixed", place / "mixed-again", 1)
+    grpo.main(replaced(config, out=str(place / "mixed-again")))
+    weights = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("mixed", "mixed-again")]
+    assert weights[0] == weights[1]
+
+
 def run(place, file, env="Sum"):
     base = grpo.Config(str(place / "model"), "", "", env=f"{file}:{env}", env_options='{"digits": 2}')
     return replaced(

@@ -20,7 +20,7 @@ import xxhash
 from areax.adapters import hf, orbax
 from areax.adapters.runtime import hub
 from areax.parallel.multihost import processes
-from areax.recipes.shared import resume, teachers
+from areax.recipes.shared import environments, resume, teachers
 from areax.rollout.workflows import resolve
 
 # A hash is named by the option, of which this is hashed, or OPTION: WHAT.
@@ -76,7 +76,8 @@ def of(config: Any, tokens: Any) -> dict[str, str]:
         if HOLD[name] == "weights":
             made |= _of_model(name, Path(hub.folder(value)), name != "model" or options["init"] != "random")
         else:
-            code, *imported = _code(value) or [""]
+            several = [share.env for share in environments.shares(value, "")] if name == "env" else []
+            code, *imported = [one for place in several or [value] for one in _code(place)] or [""]
             made |= {name: code, f"{name}: {IMPORTED}": _hash(repr(imported)) if imported else NONE}
     made |= _of_tokenizer(tokens)
     if served := options.get("teachers"):

@@ -3,11 +3,15 @@
 import inspect
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from areax.adapters.command_line.options import flat, json_object, replaced
+from areax.recipes.shared import evaluation
 from areax.rollout import object_path
+from areax.rollout.scheduling.mixture import FIELD, Mixture
 from areax.rollout.workflows import environments
 
 WORLDS = "aviary", "gymnasium", "nemo_gym", "openenv", "reasoning_gym", "textarena"  # files of adapters/environments
@@ -15,6 +19,9 @@ AGENTS = ("verifiers",)  # likewise, whose environments call the model
 KINDS = *WORLDS, *AGENTS
 AGENT = "areax.adapters.environments.{}:Agent"
 PLAY, TOOL_CLASS = "areax.rollout.workflows.environments:play", "areax.rollout.workflows.tool_class:World"
+ONE_OF = "areax.rollout.workflows.environments:play_one_of"
+WEIGHT = re.compile(r"(.+?):(\d+\.?\d*|\.\d+)", re.ASCII)
+ADDRESS = re.compile(r".*//[^/:]*", re.ASCII)  # without a port, which is no weight
 REWARD, SINGLE_TURN = "areax.rollout.rewards:none", "areax.rollout.workflows:single_turn"
 OF_PLAY = "turns", "step_timeout_s", "style"  # entries of --env-options that are not the environment's
 HELDOUT = 1 << 30  # seeds from here on are for evaluation
@@ -38,6 +45,47 @@ class Environment(NamedTuple):
     own: str
     options: dict[str, Any]
     play: dict[str, Any]
+
+
+class Share(NamedTuple):
+    """One environment of a mixture.
+
+    Attributes:
+      options: as of `--env-options` for it alone.
+    """
+
+    name: str
+    env: str
+    options: str
+    weight: Fraction
+
+
+def shares(env: str, options: str) -> list[Share]:
+    """The environments of `--env NAME=KIND:NAME:WEIGHT,...`, whose `--env-options` are by name; [] of one alone.
+
+    Raises:
+      ValueError: one has no name, that of another, or a weight of 0; options of none; what cannot be mixed.
+    """
+    texts = env.split(",")
+    found = [evaluation.NAMED.fullmatch(text) for text in texts]
+    if not any(found):
+        return []
+    given, made = json_object("--env-options", options), list[Share]()
+    for text, match in zip(texts, found, strict=True):
+        if not match or match[1] in [share.name for share in made]:
+            raise ValueError(f"--env: each of several environments needs a name of its own, as in a={text}, got {env}")
+        name, place = match.groups()
+        weighted = WEIGHT.fullmatch(place)
+        if weighted and ADDRESS.fullmatch(weighted[1]):
+            weighted = None
+        place, weight = (weighted[1], Fraction(weighted[2])) if weighted else (place, Fraction(1))
+        if not weight or place.partition(":")[0] in AGENTS:
+            what = "have a weight above 0" if not weight else "be stepped by the trainer, which those of agents are not"
+            raise ValueError(f"--env: an environment of a mixture must {what}, got {text}")
+        made.append(Share(name, place, json.dumps(given.pop(name, {})), weight))
+    if given:
+        raise ValueError(f"--env-options of a mixture must be by the names in --env, got {', '.join(given)} besides")
+    return made
 
 
 def named(env: str, options: str) -> Environment:
@@ -67,9 +115,10 @@ def conflicts(config: Any) -> Iterator[str]:
         if given.env_options:
             yield f"--env-options is for an environment, --env, got {given.env_options} alone; leave it out"
         return
-    own = PLAY, *map(AGENT.format, AGENTS)
+    own = PLAY, ONE_OF, *map(AGENT.format, AGENTS)
+    several = shares(given.env, given.env_options)
     for option, taken in (
-        ("data", given.env.partition(":")[0] in KINDS and given.data),
+        ("data", (several or given.env.partition(":")[0] in KINDS) and given.data),
         ("reward", given.reward != REWARD and given.reward),
         ("workflow", given.workflow not in (*own, SINGLE_TURN) and given.workflow),
         ("workflow-options", given.workflow not in own and given.workflow_options),
@@ -85,9 +134,14 @@ def expanded(config: Config) -> Config:
     given: Any = config
     if not given.env:
         return config
-    found = named(given.env, given.env_options)
-    options = {"world": found.world, "name": found.name, "options": found.options, **found.play}
-    workflow, options = (PLAY, options) if found.world else (found.own, found.options)
+    of_play = lambda found: {"world": found.world, "name": found.name, "options": found.options, **found.play}
+    options: dict[str, Any]
+    if several := shares(given.env, given.env_options):
+        worlds = {share.name: of_play(named(share.env, share.options)) for share in several}
+        workflow, options = ONE_OF, {"worlds": worlds}
+    else:
+        found = named(given.env, given.env_options)
+        workflow, options = (PLAY, of_play(found)) if found.world else (found.own, found.options)
     return replaced(given, reward=REWARD, workflow=workflow, workflow_options=json.dumps(options))
 
 
@@ -118,8 +172,16 @@ def rows(env: str, options: str, split: Literal["train", "eval"]) -> Any:
     return made if hasattr(made, "__getitem__") else Rows(lambda: own.rows(split, **given))
 
 
+def opened(env: str, options: str, open_one: Callable[[Any, int], Any], seed: int) -> Any:
+    """What a run trains on: `open_one(rows, seed)` of the environment, or of each of a mixture in its share."""
+    if not (several := shares(env, options)):
+        return open_one(rows(env, options, "train"), seed)
+    own = {share.name: open_one(rows(share.env, share.options, "train"), seed + i) for i, share in enumerate(several)}
+    return Mixture(own, {share.name: share.weight for share in several}, seed)
+
+
 def heldout(env: str, options: str, source: str) -> list[dict] | None:
-    """The rows of `--heldout env:N`, the first N of the environment's for evaluation; None for another source.
+    """The rows of `--heldout env:N`, the first N of each environment's for evaluation; None for another source.
 
     Raises:
       ValueError: there is no environment, or no N.
@@ -133,7 +195,9 @@ def heldout(env: str, options: str, source: str) -> list[dict] | None:
 
 
 def first(env: str, options: str, count: int) -> list[dict]:
-    """The first `count` rows of an environment for evaluation."""
+    """The first `count` rows of an environment for evaluation, or of each of a mixture."""
+    if several := shares(env, options):
+        return [{FIELD: x.name, **row} for x in several for row in first(x.env, x.options, count)]
     found = list(itertools.islice(rows(env, options, "eval"), count))
     if not found:
         raise ValueError(f"--env {env}: must have tasks for evaluation, got none of rows('eval')")
@@ -141,7 +205,12 @@ def first(env: str, options: str, count: int) -> list[dict]:
 
 
 async def check(env: str, options: str, row: dict, tokens: Any) -> None:
-    """Begins and ends an episode. Raises ValueError, in one line, if the environment cannot. An agent's `rows` has."""
+    """Begins and ends an episode, of a mixture one of each. Raises ValueError, in one line, if the environment cannot;
+    an agent's `rows` has."""
+    for share in (several := shares(env, options)):
+        await check(share.env, share.options, next(iter(rows(share.env, share.options, "train"))), tokens)
+    if several:
+        return
     found = named(env, options)
     if not found.world:
         return

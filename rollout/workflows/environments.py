@@ -169,6 +169,15 @@ def _seat(own: Any, count: int) -> int:
     return seat
 
 
+async def play_one_of(
+    generate: Generate, row: Mapping[str, Any], *, tokenizer: Any, processor: images.Processor | None = None,
+    sampling: Sampling, worlds: Mapping[str, Mapping[str, Any]],
+) -> list[Sample] | None:  # fmt: skip
+    """`play` in the world that the row's "data_source" names; `worlds` is {name: arguments of `play`}."""
+    how = worlds[row["data_source"]]
+    return await play(generate, row, tokenizer=tokenizer, processor=processor, sampling=sampling, **how)
+
+
 async def check(
     world: str, row: Mapping[str, Any], *, tokenizer: Any, options: Mapping[str, Any] | None = None, name: str = "",
     step_timeout_s: float = 60.0, style: str = "", turns: int = 16,
