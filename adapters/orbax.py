@@ -10,7 +10,9 @@ import functools
 import json
 import logging
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from ..core.step import State
 from ..parallel import offload
-from ..parallel.multihost import agreement
+from ..parallel.multihost import agreement, processes
 from . import hf, safetensors
 from .runtime import malloc
 from .runtime.atomic_dir import sync_tree
@@ -32,6 +34,7 @@ from .runtime.atomic_dir import sync_tree
 log = logging.getLogger(__name__)
 
 HASHES = "hashes.json"  # {"version", "files": {file: xxh3_128}}
+SEEN_S = 10.0  # in which a file of another process must be seen on a shared file system
 WRITING, DAMAGED = ".writing", ".damaged"
 CHUNK = 1 << 22  # bytes read and hashed at a time
 
@@ -54,7 +57,7 @@ class Store:
         """Orbax's checkpointer, created lazily: it is slow to import, and a new run needs it only to save."""
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback of each error that it raises
+        _quiet()
         # Compression would make a state a seventh smaller, in three times the time, and hold it in memory once more.
         state, about = ocp.PyTreeCheckpointHandler(use_compression=False), ocp.JsonCheckpointHandler()
         return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=state, about=about))
@@ -166,6 +169,27 @@ class Store:
                 self._checkpointer.close()
 
 
+def _quiet() -> None:
+    """Orbax logs a traceback of each error that it raises, and misses files that are not written here."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def _check_shared(path: Path) -> None:
+    """Raises ValueError, in all processes, unless all see the folder of process 0: each writes a part of a state."""
+    mark = path / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
+    if jax.process_index() == 0:
+        mark.touch()
+    processes.anyone(False)  # it is there
+    until = time.monotonic() + SEEN_S
+    while not (seen := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    try:
+        agreement.same("folder on a shared file system", **{str(path): "shared" if seen else "another folder"})
+    finally:
+        if jax.process_index() == 0:
+            mark.unlink()
+
+
 @contextlib.contextmanager
 def open_store(path, *, keep: int = 2) -> Iterator[Store]:
     """Opens the states under `path`, keeping the newest `keep`; waits for pending writes on exit.
@@ -174,10 +198,12 @@ def open_store(path, *, keep: int = 2) -> Iterator[Store]:
     warning, and the newest older one that is whole takes its place.
 
     Raises:
-      ValueError: there are states, but none is whole.
+      ValueError: there are states, but none is whole; processes of the job see different folders.
     """
     path = Path(path).absolute()
     path.mkdir(parents=True, exist_ok=True)
+    if jax.process_count() > 1:
+        _check_shared(path)
     latest = _newest_whole(path) if jax.process_index() == 0 else None
     if jax.process_count() > 1:  # all must choose the same
         agreed = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
@@ -223,6 +249,7 @@ def opened(path: Path, version: int) -> Iterator[tuple[dict[str, hf.Deferred], A
     read to the host when it is needed, whatever devices it was saved from."""
     import orbax.checkpoint as ocp
 
+    _quiet()
     directory = path.absolute() / str(version) / "state"
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     with (

@@ -58,6 +58,7 @@ class Task:
     length: int = 256
     imitation: int = 200
     steps: int = 100
+    lr: float = 3e-4
     server: str = ""
 
     @property
@@ -112,13 +113,16 @@ TASKS = {
         steps=150,
     ),
     "gcd": Task("reasoning_gym:gcd", divisors, 0.9, {"min_value": 1, "max_value": 12}),
-    "legs": Task("reasoning_gym:leg_counting", legs, 0.9, {"min_animals": 1, "max_animals": 1, "max_instances": 3}),
+    "legs": Task(
+        "reasoning_gym:leg_counting", legs, 0.9, {"min_animals": 1, "max_animals": 1, "max_instances": 3}, steps=250
+    ),
     "guess": Task(
         "textarena:GuessTheNumber-v0", guesses, 0.9, {"max_number": 7, "max_turns": 3}, tokens=8, length=512, steps=60
     ),
-    "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", steps=60),
+    "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", steps=60, lr=5e-4),
     "kuhn_poker": Task(
-        "textarena:KuhnPoker-v0", moves, 0.1, {"players": 2, "max_rounds": 1}, tokens=8, length=512, steps=40
+        "textarena:KuhnPoker-v0", moves, 0.1, {"players": 2, "max_rounds": 1}, tokens=8, length=512, steps=40,
+        lr=5e-4,
     ),
 }  # fmt: skip
 
@@ -200,8 +204,8 @@ def learn(name: str, out: Path) -> dict:
             "train", "grpo", "--model", f"{out}/imitated/model", "--env", env, "--steps", str(task.steps),
             "--env-options", json.dumps(dict(task.options)), "--groups", "16", "--group-size", "8",
             "--length", str(task.length), "--rows", "8", "--sampling.max-new-tokens", str(task.tokens),
-            "--optim.lr", "2e-4", "--optim.b2", "0.99", "--optim.warmup", "5", "--objective.advantage.std", "none",
-            "--serve.slots", "128",
+            "--optim.lr", str(task.lr), "--optim.b2", "0.99", "--optim.warmup", "5", "--serve.slots", "128",
+            "--objective.advantage.std", "none",
         ]  # fmt: skip
         if task.players == 1:
             common += ["--heldout", f"env:{HELDOUT}", "--evaluate-every", str(task.steps)]

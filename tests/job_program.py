@@ -157,6 +157,16 @@ def _refusal(check) -> str:
     return ""
 
 
+def open_apart(folder: str) -> str:
+    """What is said if each process has a folder of its own; "" if it is the same one."""
+    try:
+        with orbax.open_store(Path(folder) / str(jax.process_index())):
+            return ""
+    except ValueError as error:
+        with orbax.open_store(Path(folder) / "shared"):
+            return str(error)
+
+
 class Mute(ValueError):
     def __str__(self):
         raise RuntimeError("no text")

@@ -206,6 +206,19 @@ def test_grpo_end_to_end(place):
     hf.verify(place / "rl/model")
 
 
+@pytest.mark.mesh
+def test_states_need_a_folder_that_all_processes_see(place):
+    logs = place / "apart"
+    running = jobs.start([[PROGRAM, "open_apart", str(logs)]] * 2, logs)
+    try:
+        assert [process.wait(300) for process in running] == [0, 0]
+    finally:
+        jobs.end(running)
+    for said in (result((logs / f"{i}.log").read_text()) for i in range(2)):
+        assert said.startswith("processes: all need the same folder on a shared file system, got different ones in")
+    assert not [*logs.rglob(".shared-*")]
+
+
 def test_a_single_process_needs_no_lockstep():
     with lockstep.leader({"add": lambda a, b: a + b}) as run_on_all:
         assert run_on_all("add", 1, 2) == 3

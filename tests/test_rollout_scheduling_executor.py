@@ -687,6 +687,26 @@ def test_samples_of_a_version_before_the_admission_are_refused():
     play(main())
 
 
+class Mute(ServerError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_groups_that_fail_without_a_text_end_the_run():
+    async def fails(generate, row):
+        raise Mute
+
+    async def main():
+        async with Executor(
+            fails, None, Prompts(ROWS), group_size=1, groups_per_batch=1, eta=0, max_concurrent=1
+        ) as ex:
+            ex.admit(0)
+            with pytest.raises(ServerError, match="8 groups in a row failed; the last with: .its text cannot be read"):
+                await ex.batch(0)
+
+    play(main())
+
+
 def test_batches_and_versions_must_be_in_order():
     async def main():
         async with Executor(

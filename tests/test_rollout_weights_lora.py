@@ -72,14 +72,24 @@ def test_an_adapter_of_the_same_name_from_another_folder_is_replaced():
     version = Published("mine", name, Published("base", base))
 
     async def main():
-        engine.adapters[name] = "of another run"
+        engine.adapters |= {name: "of another run", "4-22222222": "of another run, too", "mine": "a user's own"}
         await lora.load(server, version, version.base, "retract")
-        assert engine.adapters == {name: "mine"} and server.label == name
+        assert engine.adapters == {name: "mine", "mine": "a user's own"} and server.label == name
         engine.faults["/load_lora_adapter"] = "refuse"  # it is not loaded twice
         await lora.load(server, version, version.base, "retract")
-        assert engine.adapters == {name: "mine"} and server.adapters == [name]
+        assert engine.adapters == {name: "mine", "mine": "a user's own"} and server.adapters == [name]
 
     clock.run(asyncio.wait_for(main(), 10))
+
+
+@pytest.mark.parametrize(
+    "info, label",
+    [({}, "1-1"), ({"lora_path": "1-1"}, "1-1"), ({"lora_path": "0-0"}, "0-0"), ({"lora_path": None}, "base-1")],
+)
+def test_tokens_of_the_base_are_the_adapters_unless_the_server_says_that_it_used_none(info, label):
+    server = Server(SGLang("http://a", virtual.Network()), ["base-1"], base="base-1")
+    part = Part([5], [-1.0], ["base-1"], "length", "", info, adapter=info.get("lora_path") or "")
+    assert lora.stamped(server, "1-1", part).labels == [label] and lora.stamped(server, "", part) is part
 
 
 @pytest.mark.parametrize(

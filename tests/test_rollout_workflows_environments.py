@@ -136,17 +136,24 @@ def test_seats_are_rollouts_that_are_compared_among_themselves():
 class Payer(Duel):
     """Pays at once."""
 
-    def __init__(self, rewards):
-        self.rewards = rewards
+    def __init__(self, rewards, done=True):
+        self.rewards, self.done = rewards, done
 
     def step(self, message):
-        return "", self.rewards, True
+        return "", self.rewards, self.done
 
 
 @pytest.mark.parametrize("rewards", [1.0, [1.0], [1.0, 2.0, 3.0], "no"])
 def test_rewards_of_another_number_of_players_cost_the_episode(rewards, caplog):
     [sample] = play(Policy("3"), Payer, options={"rewards": rewards})
     assert math.isnan(sample.reward) and "rewards of 2 players must be a list of as many" in caplog.text
+
+
+def test_a_player_without_an_answer_has_no_reward_but_at_the_end(caplog):
+    [sample] = play(Policy("3"), Payer, options={"rewards": [1.0, -1.0]})
+    assert (sample.seat, sample.reward) == (0, 1.0)
+    [sample] = play(Policy("3"), Payer, options={"rewards": [None, 5.0], "done": False})
+    assert math.isnan(sample.reward) and "player 1 has a reward, 5.0, and no answer yet; give None" in caplog.text
 
 
 class Adder:
@@ -236,6 +243,34 @@ class Rich(Countdown):
         return "3", "much", False
 
 
+class Liar(list):
+    def __len__(self):
+        raise RuntimeError("no length")
+
+    __iter__ = __len__
+
+
+class Vague(float):
+    def __float__(self):
+        raise RuntimeError("no number")
+
+
+class Lying(Countdown):
+    def step(self, message):
+        return Liar("abc")
+
+
+class Unpriced(Countdown):
+    def step(self, message):
+        return "3", Vague(1), False
+
+
+class Stepless(Countdown):
+    @property
+    def step(self):
+        raise RuntimeError("no step")
+
+
 class Told(Countdown):
     """Returns what the row says, from `reset` or from `step`."""
 
@@ -282,6 +317,12 @@ class Leaky(Countdown):
         (Raising, "failed: step must return (observation, reward, whether it is done), got OSError('the board"),
         (Hanging, "failed: step must return within step_timeout_s, 1 s, and did not; raise it in --env-options; row"),
         (Nameless, "failed: step must return a text, or a list of messages, got {'text': '3'}; it is neither; row"),
+        (Lying, "failed: step must return (observation, reward, whether it is done), got "),
+        (
+            Unpriced,
+            "failed: step: a reward must be a number, a dict of numbers, a list of (end, reward) pairs or None, ",
+        ),
+        (Stepless, "failed: step: RuntimeError: no step"),
         (
             Rich,
             "failed: step: a reward must be a number, a dict of numbers, a list of (end, reward) pairs or None",

@@ -13,7 +13,7 @@ def record(name: str, *args, **kwargs) -> logging.LogRecord:
     """A log record; of areax's own one line, without characters that control a terminal, of at most LONGEST."""
     made = _own(name, *args, **kwargs)
     if name.startswith("areax."):
-        with contextlib.suppress(TypeError, ValueError):  # of arguments that do not fit, which logging reports itself
+        with contextlib.suppress(Exception):  # of arguments that do not fit or fail, which logging reports itself
             made.msg, made.args = printable(made.getMessage())[:LONGEST], ()
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..processes.printable import shown
+from ..processes.printable import one_line, shown
 
 CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a reward, besides the text and the row
 
@@ -108,8 +108,8 @@ def _number(value: Any) -> float:
         raise ValueError(f"a reward must be {KINDS}, got {shown(value)}")
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"a reward must be {KINDS}, got {shown(value)} ({error})") from None
+    except Exception as error:  # its code may raise anything
+        raise ValueError(f"a reward must be {KINDS}, got {shown(value)} ({one_line(error)})") from None
     if abs(number) > LARGEST:
         raise ValueError(f"a reward must be finite in float32, or NaN if it is unscorable, got {number}")
     return number

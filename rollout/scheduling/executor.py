@@ -32,6 +32,7 @@ from typing import Any
 
 from .. import events
 from ..errors import ServerError
+from ..processes.printable import one_line
 from ..types import Generate, Sample, Workflow
 from . import length_bias
 from .curriculum import Adaptive, EasyFirst, success
@@ -382,11 +383,12 @@ class Executor:
                     "check whether the task is solved already, or out of reach"
                 )
         elif isinstance(error, ServerError):
-            log.warning("prompt %d: the group failed: %s", prompt, error)
+            said = one_line(error)
+            log.warning("prompt %d: the group failed: %s", prompt, said)
             self._total["failed"] += 1
             self._failed += 1
             if self._failed >= max(GIVEN_UP, self.groups_per_batch):
-                self._error = ServerError(f"Executor: {self._failed} groups in a row failed; the last with: {error}")
+                self._error = ServerError(f"Executor: {self._failed} groups in a row failed; the last with: {said}")
         else:
             self._error = self._error or error
             self._open.appendleft(prompt)  # in the cursor: it runs again after a resume

@@ -72,6 +72,8 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     now = asyncio.get_running_loop().time
     begun = now()
     server.folders.pop(label, None)
+    if not server.adapters:  # those of other runs may be of another rank, beside which servers load none
+        await unload(server)
     if (there := (await server.api.adapters()).get(label)) != directory:
         if there is not None:  # loaded by another run, or by this one before it was killed, from files that may be gone
             await server.api.unload_adapter(label)
@@ -150,11 +152,11 @@ def using(server: Server, name: str) -> Iterator[None]:
 
 
 def stamped(server: Server, name: str, part: Part) -> Part:
-    """Relabels tokens that the server attributes to the base weights with the adapter that the request named, or the
-    one that the server says it used."""
+    """Relabels tokens that the server attributes to the base weights with the adapter that it says it used, or the one
+    that the request named if it says nothing; a server that says it used none keeps the base's label."""
     if not name:
         return part
-    used = part.adapter or name
+    used = part.adapter or (server.base if "lora_path" in part.info else name)
     return dataclasses.replace(part, labels=[used if label == server.base else label for label in part.labels])
 
 

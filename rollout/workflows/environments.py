@@ -20,7 +20,7 @@ from ..chat import conversation, images, parsers, template
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
 from ..errors import ServerError
-from ..processes.printable import shown
+from ..processes.printable import one_line, shown
 from ..types import SEATS, Generate, Sample, Sampling
 from . import tools, workflow_context
 from .failures import Failures, line
@@ -114,7 +114,7 @@ async def play(
         try:
             own = await call("its constructor", make)
             count = await call("seats", _seats, own)
-            seen = _messages("reset", await call("reset", own.reset, row))
+            seen = _messages("reset", await call("reset", _method(own, "reset"), row))
         except Failed as error:
             raise ServerError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
         sessions = [Session(generate, tokenizer, processor, sampling=sampling, style=style) for _ in range(count)]
@@ -131,11 +131,12 @@ async def play(
             if not (x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)):
                 break
             messages.append(x.answer.message())
-            after, value, done = _stepped(await call("step", own.step, _said(x, tokenizer, style, bool(kit))))
-            _reward(sessions, value)
+            step = _method(own, "step")
+            after, value, done = _stepped(await call("step", step, _said(x, tokenizer, style, bool(kit))))
+            _reward(sessions, value, done)
             seen = [] if done else _messages("step", after)
-        if not done and (stop := getattr(own, "stop", None)):
-            _reward(sessions, await call("stop", stop))
+        if not done and (stop := _method(own, "stop", optional=True)):
+            _reward(sessions, await call("stop", stop), True)
         for session in _begun(sessions):
             if not any(x.score for x in session.interactions):
                 session.set_reward(0.0)
@@ -188,7 +189,7 @@ async def check(
     try:
         own = await call("its constructor", functools.partial(object_path.resolve(world), **(options or {})))
         await call("seats", _seats, own)
-        messages = _messages("reset", await call("reset", own.reset, row))
+        messages = _messages("reset", await call("reset", _method(own, "reset"), row))
         if kit := await call("tools", _tools, own):
             style_of_calls(f"environment {name or world} has tools", tokenizer, style)
         template.readable(tokenizer, conversation.Conversation(messages, tuple(kit), conversation.variables(row)))
@@ -199,9 +200,10 @@ async def check(
 
 
 async def _close(own: Any, call: Callable[..., Any], name: str) -> None:
-    if close := getattr(own, "close", None):
+    if own is not None:
         try:
-            await call("close", close)
+            if close := _method(own, "close", optional=True):
+                await call("close", close)
         except (Failed, ServerError) as error:
             log.warning("environment %s: %s", name, error)
 
@@ -254,26 +256,46 @@ def _messages(what: str, seen: Any) -> list[dict[str, Any]]:
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError("it is neither")
         conversation.check(messages)
-    except ValueError as error:
-        told = f"must return a text, or a list of messages, got {shown(seen)}; {' '.join(str(error).split())}"
+        return [dict(one) for one in messages]
+    except Exception as error:  # a stranger's classes may raise anything
+        told = f"must return a text, or a list of messages, got {shown(seen)}; {one_line(error)}"
         raise Failed(f"{what} {told}") from error
-    return [dict(one) for one in messages]
+
+
+def _method(own: Any, name: str, *, optional: bool = False) -> Any:
+    """A method of a world; None if it may be missing, and is."""
+    try:
+        return getattr(own, name, None) if optional else getattr(own, name)
+    except Exception as error:  # a stranger's code may raise anything
+        raise Failed(f"{name}: {line(error)}") from error
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    """Those of a list or tuple; () of anything else, or of one whose code fails."""
+    try:
+        return tuple(value) if isinstance(value, list | tuple) else ()
+    except Exception:  # a stranger's code may raise anything
+        return ()
 
 
 def _stepped(result: Any) -> tuple[Any, Any, bool]:
-    if isinstance(result, list | tuple) and len(result) == 3 and isinstance(result[2], bool | np.bool_):
-        return result[0], result[1], bool(result[2])
+    entries = _entries(result)
+    if len(entries) == 3 and isinstance(entries[2], bool | np.bool_):
+        return entries[0], entries[1], bool(entries[2])
     raise Failed(f"step must return (observation, reward, whether it is done), got {shown(result)}")
 
 
-def _reward(sessions: Sequence[Session], value: Any) -> None:
-    """Gives rewards for the last answers: of the only player, or a list with one for each; None = none."""
-    values = [value] if len(sessions) == 1 else [None] * len(sessions) if value is None else value
-    if not isinstance(values, list | tuple) or len(values) != len(sessions):
+def _reward(sessions: Sequence[Session], value: Any, done: bool) -> None:
+    """Gives rewards for the last answers: of the only player, or a list with one for each; None = none. At the end that
+    of a player who never answered is left out."""
+    values = (value,) if len(sessions) == 1 else (None,) * len(sessions) if value is None else _entries(value)
+    if len(values) != len(sessions):
         raise Failed(f"step: rewards of {len(sessions)} players must be a list of as many, got {shown(value)}")
     try:
-        for session, own in zip(sessions, values, strict=True):
+        for i, (session, own) in enumerate(zip(sessions, values, strict=True)):
             if own is not None and session.interactions:
                 session.set_reward(own)
+            elif own is not None and not done:
+                raise Failed(f"step: player {i} has a reward, {shown(own)}, and no answer yet; give None")
     except ValueError as error:
         raise Failed(f"step: {error}") from error

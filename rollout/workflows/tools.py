@@ -201,8 +201,10 @@ def in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
     def deliver(value: Any, error: BaseException | None) -> None:
         if answer.done():  # nobody waits any more
             return
-        if isinstance(error, StopIteration):  # a future cannot hold it
-            error = ValueError("StopIteration")
+        if isinstance(
+            error, StopIteration | KeyboardInterrupt | GeneratorExit
+        ):  # no future can hold it, or ends the loop
+            error = ValueError(type(error).__name__)
         answer.set_result(value) if error is None else answer.set_exception(error)
 
     def work() -> None:
