@@ -342,7 +342,7 @@ def test_reinforcement_learning_that_is_killed_takes_every_prompt_once(tmp_path,
         async def workflow(generate, row):
             played.append(row["answer"])
             await asyncio.sleep(0.001 * (row["answer"] * 7 % 5))
-            done = Completion([2], [-1.0], [0], "stop")
+            done = Completion([2], [-1.0], [-1], "stop")
             return sampled([1], done, temperature=1.0, reward=1.0, info={"row": row})
 
         async with executor.Executor(
