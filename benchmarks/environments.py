@@ -57,8 +57,9 @@ class Task:
     tokens: int = 16
     length: int = 256
     imitation: int = 200
-    steps: int = 100
-    lr: float = 3e-4
+    steps: int = 60
+    groups: int = 64
+    lr: float = 2e-4
     server: str = ""
 
     @property
@@ -110,19 +111,18 @@ def steps(world: Any, said: list[str], chance: random.Random) -> str:
 TASKS = {
     "chain_sum": Task(
         "reasoning_gym:chain_sum", sums, 0.9, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        steps=150,
     ),
     "gcd": Task("reasoning_gym:gcd", divisors, 0.9, {"min_value": 1, "max_value": 12}),
     "legs": Task(
-        "reasoning_gym:leg_counting", legs, 0.9, {"min_animals": 1, "max_animals": 1, "max_instances": 1}, steps=150
+        "reasoning_gym:leg_counting", legs, 0.9, {"min_animals": 1, "max_animals": 1, "max_instances": 1}
     ),
     "guess": Task(
-        "textarena:GuessTheNumber-v0", guesses, 0.9, {"max_number": 7, "max_turns": 3}, tokens=8, length=512, steps=60
+        "textarena:GuessTheNumber-v0", guesses, 0.9, {"max_number": 7, "max_turns": 3}, tokens=8, length=512, groups=16
     ),
-    "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", steps=60, lr=5e-4),
+    "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", groups=16, lr=5e-4),
     "kuhn_poker": Task(
         "textarena:KuhnPoker-v0", moves, 0.1, {"players": 2, "max_rounds": 1}, tokens=8, length=512, steps=40,
-        lr=5e-4,
+        groups=16, lr=5e-4,
     ),
 }  # fmt: skip
 
@@ -202,7 +202,7 @@ def learn(name: str, out: Path) -> dict:
             imitate(task, env, out)
         common = [
             "train", "grpo", "--model", f"{out}/imitated/model", "--env", env, "--steps", str(task.steps),
-            "--env-options", json.dumps(dict(task.options)), "--groups", "16", "--group-size", "8",
+            "--env-options", json.dumps(dict(task.options)), "--groups", str(task.groups), "--group-size", "8",
             "--length", str(task.length), "--rows", "8", "--sampling.max-new-tokens", str(task.tokens),
             "--optim.lr", str(task.lr), "--optim.b2", "0.99", "--optim.warmup", "5", "--serve.slots", "128",
             "--objective.advantage.std", "none",

@@ -169,9 +169,10 @@ class Policy:
     def prepare(self, batch: Batch, scores=None) -> Batch:
         """Sets `adv_BT`, `prox_BT`, `weight_BT` = share x w, `return_BT` with a critic, and what KL and entropy need.
 
-        Segments with a NaN reward, and tokens whose behaviour, reference or teacher log-probability is not finite, are
-        excluded from the loss and its denominator. `scalars["kl_coef"]`, if present, overrides the coefficient;
-        "interpolate" needs `scalars["version"]`, the version of the weights to be updated.
+        Segments with a NaN reward or a critic's value that is not finite, and tokens whose behaviour, reference or
+        teacher log-probability is not finite, are excluded from the loss and its denominator. `scalars["kl_coef"]`, if
+        present, overrides the coefficient; "interpolate" needs `scalars["version"]`, the version of the weights to be
+        updated.
 
         Raises:
           ValueError: scores, reference, values, teacher, components or version are needed and missing.
@@ -187,6 +188,11 @@ class Policy:
             finite_BT &= jnp.isfinite(batch.ref_BT)
         if self.advantage.teacher:
             finite_BT &= jnp.isfinite(batch.target["teacher"])
+        if batch.value_BT is not None:  # each advantage of a segment depends on all values after it
+            valued_BT = jnp.isfinite(batch.value_BT)
+            lost_BJ = total(jnp.where(sampled_BT & ~valued_BT, 1.0, 0.0), segment_BT, J)
+            finite_BT &= to_tokens(lost_BJ, segment_BT) == 0
+            batch = batch.replace(value_BT=jnp.where(valued_BT, batch.value_BT, 0))
         mask_BT = sampled_BT & finite_BT
         prox_BT = scores.logp_BT if how.proximal == "recompute" else batch.logp_BT
         prox_BT = jax.lax.stop_gradient(jnp.where(mask_BT, prox_BT, 0))

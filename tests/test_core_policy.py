@@ -492,6 +492,19 @@ def test_gae_with_a_zero_critic_equals_the_returns(case):
     np.testing.assert_allclose(a.adv_BT, b.adv_BT, atol=1e-12)
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_costs_its_sequence_alone(bad, case):
+    spec = losses.PPO(advantage=dict(whiten="none"))
+    last = [np.flatnonzero(row.mask)[-1] for row in case.rows]
+    values = [np.array(v, np.float64) for v in case.values]
+    values[0][last[0]] = bad
+    right, wrong = case.prepare(spec), case.but(values=values).prepare(spec)
+    lost, kept = np.asarray(wrong.target["unusable_BT"]), np.asarray(wrong.target["kept_BT"])
+    assert lost.sum() == case.rows[0].mask.sum() and not (kept & lost).any()
+    assert np.isfinite(wrong.adv_BT).all() and np.isfinite(wrong.return_BT).all()
+    np.testing.assert_allclose(wrong.adv_BT[kept], right.adv_BT[kept])
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "M2PO", "KLCov", "PPO", "normalised", "teacher", "drift"])
 def test_weights_and_proximal_policy_carry_no_gradient(name, case):

@@ -76,6 +76,11 @@ CONDITIONS = (
         "lower --optim.lr, set --optim.clip, use --run.dtype float32 or bfloat16", ("not_finite",),
     ),
     Condition(
+        "critic_skipped", (_unhealthy("critic_skipped"),),
+        "the critic's update was skipped: its gradient is not finite",
+        "check --critic.model (areax check), lower --critic.optim.lr", ("not_finite",),
+    ),
+    Condition(
         "unscorable", (("unscorable", "above", 0.5),), "most completions have no reward",
         "the reward raised or ran into --reward-timeout-s: call it on a row of --data by hand",
     ),
@@ -91,7 +96,8 @@ CONDITIONS = (
     ),
     Condition(
         "nothing_left", (("effective_fraction", "is", 0),), "no sample teaches: masks and bounds leave no token",
-        "dropped_fraction and unusable_fraction say what leaves them out; lower --eta, widen --objective.correction",
+        "dropped_fraction is what bounds leave out: lower --eta, widen --objective.correction; unusable_fraction has "
+        "numbers that are not finite: check the weights of servers, critic, reference and teacher",
         ("same_reward", "no_group_teaches"),
     ),
     Condition(
