@@ -41,8 +41,8 @@ class Advantage:
         batch.
       gamma: discount per sampled token, of "return" and "gae".
       lam: lambda of "gae": 0 = one step ahead, 1 = the whole return.
-      teacher: coefficient of log (teacher / proximal), added to each token's advantage at the end: distillation by the
-        reverse KL of sampled tokens. Needs `target["teacher"]`.
+      teacher: coefficient of log (teacher / proximal), clipped to 20 nats, added to each token's advantage at the end:
+        distillation by the reverse KL of sampled tokens. Needs `target["teacher"]`.
     """
 
     credit: Literal["rollout", "return", "gae"] = "rollout"

@@ -16,7 +16,7 @@ from . import advantages, corrections, entropy, formula, kl, metrics, segments, 
 from .advantages import Advantage
 from .batch import Batch
 from .checks import validate
-from .clipping import bounded_exp
+from .clipping import bounded_exp, bounded_log
 from .corrections import Correction
 from .denominators import Denominator, share
 from .entropy import Entropy
@@ -24,6 +24,8 @@ from .kl import KL
 from .segments import over_rollout, to_tokens, total
 from .shaping import Shaping
 from .surrogates import SURROGATES, USED_BY_SOME, Choice, Now
+
+VALUED = 1e18  # of a critic's value: float32 holds sums of squares of smaller ones
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Policy:
     def prepare(self, batch: Batch, scores=None) -> Batch:
         """Sets `adv_BT`, `prox_BT`, `weight_BT` = share x w, `return_BT` with a critic, and what KL and entropy need.
 
-        Segments with a NaN reward or a critic's value that is not finite, and tokens whose behaviour, reference or
+        Segments with a NaN reward or a critic's value beyond VALUED, and tokens whose behaviour, reference or
         teacher log-probability is not finite, are excluded from the loss and its denominator. `scalars["kl_coef"]`, if
         present, overrides the coefficient; "interpolate" needs `scalars["version"]`, the version of the weights to be
         updated.
@@ -189,7 +191,7 @@ class Policy:
         if self.advantage.teacher:
             finite_BT &= jnp.isfinite(batch.target["teacher"])
         if batch.value_BT is not None:  # each advantage of a segment depends on all values after it
-            valued_BT = jnp.isfinite(batch.value_BT)
+            valued_BT = jnp.abs(batch.value_BT) < VALUED
             lost_BJ = total(jnp.where(sampled_BT & ~valued_BT, 1.0, 0.0), segment_BT, J)
             finite_BT &= to_tokens(lost_BJ, segment_BT) == 0
             batch = batch.replace(value_BT=jnp.where(valued_BT, batch.value_BT, 0))
@@ -208,7 +210,7 @@ class Policy:
         )
         if self.advantage.teacher:
             teacher_BT = jnp.where(mask_BT, batch.target["teacher"], 0)
-            adv_BT += self.advantage.teacher * (teacher_BT - prox_BT)
+            adv_BT += self.advantage.teacher * bounded_log(teacher_BT - prox_BT)
         log_BT = jnp.where(mask_BT, prox_BT - batch.logp_BT, 0)
         kept_BT = corrections.kept(how, log_BT, adv_BT, mask_BT, segment_BT, J)
         counted_BT = mask_BT if how.count_masked else kept_BT

@@ -37,6 +37,7 @@ HEALTHY = {
         ({"mismatch_k3_now": 0.01}, ["mismatch"]),
         ({"skipped": 1.0, "grad_norm": math.inf, "update_ratio": 0.0}, ["skipped"]),
         ({"critic_skipped": 1.0}, ["critic_skipped"]),
+        ({"critic_skipped": 1.0, "loss": math.nan}, ["not_finite", "critic_skipped"]),
         ({"loss": math.nan, "nll": math.nan, "skipped": 1.0, "update_ratio": 0.0}, ["not_finite"]),
         ({"learnt_tokens": 0, "grad_norm": 0.0, "update_ratio": 0.0}, ["no_learnt_tokens"]),
         ({"nll": 0.3}, ["same_nll"]),

@@ -401,7 +401,7 @@ def test_valid_and_invalid_return_values_of_a_reward():
     assert score(True) == Score(1.0) == score(np.float32(1)) == score(np.array(1)) == score(Score(1.0))
     assert math.isnan(score(None).value) and math.isnan(score({"a": 1, "b": float("nan")}).value)
     assert score({"reward": 2, "a": 5}) == Score(2.0, {"a": 5.0})
-    large = 1e39, 10**400, [(1, 2e38), (2, 2e38)], np.array([[1, 2.0]])
+    large = 1e39, 3e38, 2e18, 10**400, [(1, 8e17), (2, 8e17)], np.array([[1, 2.0]])
     texts = np.str_("1.5"), np.bytes_(b"2"), np.void(b"1"), np.array("3"), np.complex64(1 + 2j), np.array(1, object)
     for wrong in ("1.0", [1.0], {}, {"a": "b"}, float("inf"), {"a": -float("inf")}, *large, *texts):
         with pytest.raises(ValueError, match="a reward must be"):

@@ -81,7 +81,7 @@ def changed(**fields):
         ),
         ({"turn": np.array([0, 0, 0, 2**40])}, r"turn must lie in \[0, 2147483648\), got 1099511627776"),
         ({"turn": np.array([0, 0, 0, -1])}, "turn must lie in"),
-        ({"rewards": ((2, 3e38), (3, 3e38))}, "rewards must have a sum that is finite in float32, got 6e.38"),
+        ({"rewards": ((2, 8e17), (3, 8e17))}, "rewards must have a sum from -1e.18 to 1e.18, got 1.6e.18"),
         ({"components": {f"c{i}": 1.0 for i in range(257)}}, "components must be at most 256, got 257"),
         ({"components": {"c" * 101: 1.0}}, "components must have names of at most 100 characters, got 'ccc"),
         ({"images": ("x",)}, "images must be images, of bytes, got 'x'"),

@@ -78,7 +78,7 @@ CONDITIONS = (
     Condition(
         "critic_skipped", (_unhealthy("critic_skipped"),),
         "the critic's update was skipped: its gradient is not finite",
-        "check --critic.model (areax check), lower --critic.optim.lr", ("not_finite",),
+        "check --critic.model (areax check), lower --critic.optim.lr",
     ),
     Condition(
         "unscorable", (("unscorable", "above", 0.5),), "most completions have no reward",

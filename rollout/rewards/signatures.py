@@ -14,7 +14,7 @@ CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # parameters of verl's compute_score
 
-LARGEST = 3.4028234663852886e38  # of float32, in which training has rewards
+LARGEST = 1e18  # of a number such as a reward: float32, in which training has them, holds sums of squares of these
 COMPONENTS, LONGEST_NAME = 256, 100  # most components of a reward, and characters of a component's name
 KINDS = "a number, a dict of numbers, a list of (end, reward) pairs or None"
 
@@ -41,7 +41,7 @@ def score(value: Any) -> Score:
     total, which defaults to the sum of all. A list of (end, reward) pairs gives the rewards of steps.
 
     Raises:
-      ValueError: anything else, or a number that is infinite in float32.
+      ValueError: anything else, or a number beyond LARGEST.
     """
     if isinstance(value, Score):
         return Score(_number(value.value), _components(value.components), _steps(value.steps))
@@ -111,7 +111,7 @@ def _number(value: Any) -> float:
     except Exception as error:  # its code may raise anything
         raise ValueError(f"a reward must be {KINDS}, got {shown(value)} ({one_line(error)})") from None
     if abs(number) > LARGEST:
-        raise ValueError(f"a reward must be finite in float32, or NaN if it is unscorable, got {number}")
+        raise ValueError(f"a reward must be within {LARGEST:g} of 0, or NaN if it is unscorable, got {number}")
     return number
 
 

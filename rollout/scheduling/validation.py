@@ -118,7 +118,7 @@ def _within(name: str, values: np.ndarray, low: int, high: int, what: str) -> No
 
 
 def _number(value: Any) -> float | None:
-    """A number as float32 can hold it, in which training has it, or not finite; None for anything else."""
+    """A number that training can compute with in float32, or not finite; None for anything else."""
     value = value.item() if isinstance(value, np.bool_ | np.integer | np.floating) else value
     number = _read(float, value) if isinstance(value, bool | int | float | np.floating) else None
     return None if number is None or LARGEST < abs(number) < math.inf else number
@@ -151,7 +151,7 @@ def _rewards(value: Any, n: int) -> tuple[tuple[int, float], ...]:
             _wrong("rewards", "be finite, or NaN", reward)
         made.append((whole, number))
     if abs(total := sum(number for _, number in made)) > LARGEST:
-        _wrong("rewards", "have a sum that is finite in float32", total)
+        _wrong("rewards", f"have a sum from -{LARGEST:g} to {LARGEST:g}", total)
     return tuple(made)
 
 
@@ -197,7 +197,7 @@ def _extra(name: Any, entry: Any, mask: np.ndarray, experts: int | None) -> tupl
 
 def _held(x: np.ndarray) -> np.ndarray:
     """Where float32 holds numbers; NaN counts."""
-    return ~np.isinf(x) if x.dtype.itemsize <= 4 else ~(np.abs(x) > LARGEST)
+    return ~np.isinf(x) if x.dtype.itemsize <= 4 else ~(np.abs(x) > float(np.finfo(np.float32).max))
 
 
 def _images(value: Any) -> tuple[Image, ...]:
