@@ -310,6 +310,12 @@ async def ranked(episodes):
 
 one.regroup = ranked
 
+async def two(generate, row, *, tokenizer):
+    made = await one(generate, row, tokenizer=tokenizer)
+    return [made, made.replace(seat=1)]
+
+two.regroup = ranked
+
 class Agent:
     async def run(self, row, base_url, api_key):
         import openai
@@ -379,6 +385,12 @@ def test_a_comparison_that_fails_costs_its_group(tmp_path, caplog, name, why):
     assert all(math.isnan(s.reward) for s in samples) and len(samples) == 2
     [said] = caplog.messages
     assert f"regroup of {tmp_path}/comparing.py:{name} failed: {why}" in said and "row {'prompt': '2 + 2'" in said
+
+
+def test_rewards_of_a_group_are_of_episodes_with_one_player(tmp_path, caplog):
+    samples = compared(tmp_path, "two", "aa", "a")
+    assert len(samples) == 4 and all(math.isnan(s.reward) for s in samples)
+    assert "must be of episodes with one player" in caplog.text
 
 
 def test_a_class_with_a_beginning_and_an_end_is_entered_and_left_for_each_episode(file, caplog):

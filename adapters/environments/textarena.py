@@ -32,8 +32,8 @@ class World:
                 self._game.reset(num_players=self.seats, seed=row["seed"])
             except AssertionError as error:
                 raise ValueError(
-                    f"{self._name} must be a game for {self.seats} ({error}); say for how many, as in "
-                    """--env-options '{"players": 2}', or choose another"""
+                    f"{self._name} must be playable with players = {self.seats} ({error}); set the option, as in "
+                    """--env-options '{"players": 2}', or choose another game"""
                 ) from error
             return self._news()
 

@@ -96,8 +96,8 @@ CONDITIONS = (
     ),
     Condition(
         "nothing_left", (("effective_fraction", "is", 0),), "no sample teaches: masks and bounds leave no token",
-        "dropped_fraction is what bounds leave out: lower --eta, widen --objective.correction; unusable_fraction has "
-        "numbers that are not finite: check the weights of servers, critic, reference and teacher",
+        "dropped_fraction counts tokens that bounds leave out: lower --eta, widen --objective.correction; "
+        "unusable_fraction those whose numbers are not finite: check the weights of critic, reference and teacher",
         ("same_reward", "no_group_teaches"),
     ),
     Condition(

@@ -17,11 +17,12 @@ from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.chat import images
 from areax.rollout.errors import ServerError
+from areax.rollout.rewards.signatures import Regroup
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
 from areax.rollout.types import Generate, Sample, Workflow
 from areax.rollout.workflows import resolve, teacher
-from areax.rollout.workflows.regroup import Regroup, of
+from areax.rollout.workflows.regroup import of
 
 log = logging.getLogger(__name__)
 

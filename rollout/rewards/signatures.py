@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +32,10 @@ class Score:
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     steps: tuple[tuple[int, float], ...] = ()
+
+
+# From the samples of each episode of a group to their rewards; None = as they are.
+Regroup = Callable[[list[list[Any]]], Awaitable[list[Score] | None]]
 
 
 def score(value: Any) -> Score:

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -18,12 +18,11 @@ import xxhash
 from .. import events, object_path
 from ..errors import ServerError, WrongSample
 from ..processes.printable import one_line, shown
-from ..rewards.signatures import Score
+from ..rewards.signatures import Regroup, Score
 from ..types import Generate, Sample, Workflow
 from .validation import checked
 
 Check = Callable[[Sample], Sample]
-Regroup = Callable[[list[list[Sample]]], Awaitable[list[Score] | None]]
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per episode, if servers fail

@@ -33,11 +33,12 @@ from typing import Any
 from .. import events
 from ..errors import ServerError
 from ..processes.printable import one_line
+from ..rewards.signatures import Regroup
 from ..types import Generate, Sample, Workflow
 from . import length_bias
 from .curriculum import Adaptive, EasyFirst, success
 from .curriculum import Prompts as Prompts
-from .episodes import Regroup, group, stop
+from .episodes import group, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream

@@ -3,22 +3,21 @@
 A workflow or an agent may have a function `regroup(episodes)`, as an attribute or a method. It gets the samples of each
 episode of a group once all have ended, and returns a reward for each, as rewards are: a number, a dict of named
 components, or None = unscorable; or None for all, which leaves them as they are. In an evaluation with one completion
-for each row, groups have one episode.
+for each row, groups have one episode. Episodes of several players have a reward for each, and no `regroup`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import ServerError
 from ..rewards import Score, whole
+from ..rewards.signatures import Regroup
 from ..types import Sample, Workflow
 from . import tools
 from .failures import Failures, line
-
-Regroup = Callable[[list[list[Sample]]], Awaitable[list[Score] | None]]
 
 
 def attached(workflow: Workflow, own: Callable[..., Any] | None, name: str, seconds: float) -> Workflow:
@@ -33,6 +32,8 @@ def attached(workflow: Workflow, own: Callable[..., Any] | None, name: str, seco
 
     async def regroup(episodes: list[list[Sample]]) -> list[Score] | None:
         try:
+            if any(sample.seat for samples in episodes for sample in samples):
+                raise ValueError("must be of episodes with one player: it gives an episode one reward")
             async with asyncio.timeout(seconds):
                 made = await tools.called(own, [list(samples) for samples in episodes])
             scores = None if made is None else [whole(reward) for reward in made]

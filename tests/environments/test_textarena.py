@@ -88,7 +88,7 @@ def test_the_random_numbers_of_the_process_stay_as_they_are():
 
 @pytest.mark.parametrize("name", ["KuhnPoker-v0", "TicTacToe-v0", "Chopsticks-v0"])
 def test_games_of_several_players_are_refused_for_one(name):
-    with pytest.raises(ValueError, match=f"^{name} must be a game for 1 .* received 1.*players"):
+    with pytest.raises(ValueError, match=f"^{name} must be playable with players = 1 .* received 1.*--env-options"):
         World(name).reset({"seed": 0})
 
 
