@@ -4,6 +4,7 @@
 them: how many batches to add up, and with which learning rate.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ import optax
 
 from . import balance, hardware, metrics, packing, rounding
 from .batch import Batch
+
+LARGE = 2**29  # bytes
 
 
 @jax.tree_util.register_dataclass
@@ -156,11 +159,25 @@ def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardin
 
 
 def _compiled(f: Callable, **options) -> Callable:
-    """`jax.jit`; on a CPU with XLA's scheduler for little memory. The default there looks for operations that can run
-    at the same time, and so holds the updates of all weights at once."""
-    if hardware.platform() == "cpu":
-        options["compiler_options"] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return jax.jit(f, **options)
+    """`jax.jit`; on a CPU, for arguments of more than LARGE bytes, with XLA's scheduler for little memory. The default
+    there looks for operations that can run at the same time, and so holds the updates of all weights at once; steps of
+    small models take a tenth less time with it."""
+    plain = jax.jit(f, **options)
+    if hardware.platform() != "cpu":
+        return plain
+    memory = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    sparing = jax.jit(f, **options, compiler_options=memory)
+
+    def chosen(arguments: tuple) -> Any:
+        sizes = (math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+        return sparing if sum(sizes) > LARGE else plain
+
+    def compiled(*arguments):
+        return chosen(arguments)(*arguments)
+
+    compiled.lower = lambda *arguments: chosen(arguments).lower(*arguments)  # type: ignore[attr-defined]
+    compiled._cache_size = lambda: plain._cache_size() + sparing._cache_size()  # type: ignore[attr-defined]
+    return compiled
 
 
 def _loss(score: Callable, objective) -> Callable:
