@@ -10,6 +10,7 @@ learnt plays against what it was, at temperature 1. OUT keeps the runs that are 
 
 import asyncio
 import importlib
+import itertools
 import json
 import random
 import re
@@ -23,16 +24,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areax.recipes.shared import environments
+from areax.rollout import object_path
+
 CONFIG = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 128, "intermediate_size": 384,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "tie_word_embeddings": True, "max_position_embeddings": 1024, "initializer_range": 0.06,
 }  # fmt: skip
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-GAMES = 4096  # that are imitated
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] }}
+{%- for call in m['tool_calls'] or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+SIGNS = {"sum": "+", "difference": "-", "product": "*", "quotient": "//"}
 HELDOUT = 200  # tasks
 MATCHES = 1000  # games of each seat against the former policy
 RIGHT = 0.3  # of the flawed players' answers
@@ -43,15 +54,18 @@ class Task:
     """An environment, and a flawed player of it.
 
     Attributes:
-      env: as of `--env`; {} stands for the address where `server` serves it.
-      player: a player's answer, from the environment, what was said so far, and a source of chance.
+      env: as of `--env`; {} stands for the address where `server` serves it, or the folder that `tasks` writes.
+      player: a player's answer, a text or a message in OpenAI's format, from the environment, what was said so far, and
+        a source of chance.
       level: mean reward on held-out tasks, or against the former policy, that training must reach.
       imitation, steps: of SFT, and of GRPO.
+      games: that are imitated.
       server: a file here that is run with a port.
+      tasks: a file here that is run with a folder, a number of tasks, and the first one's number.
     """
 
     env: str
-    player: Callable[[Any, list[str], random.Random], str]
+    player: Callable[[Any, list[str], random.Random], str | dict]
     level: float
     options: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 16
@@ -60,7 +74,9 @@ class Task:
     steps: int = 60
     groups: int = 64
     lr: float = 2e-4
+    games: int = 4096
     server: str = ""
+    tasks: str = ""
 
     @property
     def players(self) -> int:
@@ -108,6 +124,23 @@ def steps(world: Any, said: list[str], chance: random.Random) -> str:
     return str(goal - place if chance.random() < RIGHT else goal - place + 1)
 
 
+def repairs(world: Any, said: list[str], chance: random.Random) -> str | dict:
+    """Looks at the program, then writes the sign that its comment means, or, more often, any."""
+    [name] = re.findall(r"/app/(\w+)\.py", said[0])
+    if len(said) == 1:
+        return bash(f"cat {name}.py")
+    if len(said) > 3:
+        return "Done."
+    [word] = re.findall(r"the (\w+) of", said[-1])
+    sign = SIGNS[word] if chance.random() < RIGHT else chance.choice([*SIGNS.values()])
+    return bash(f"sed -i 's|return .*|return a {sign} b|' {name}.py")
+
+
+def bash(command: str) -> dict:
+    call = {"id": "call", "type": "function", "function": {"name": "bash", "arguments": {"command": command}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 TASKS = {
     "chain_sum": Task(
         "reasoning_gym:chain_sum", sums, 0.9, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -124,30 +157,44 @@ TASKS = {
         "textarena:KuhnPoker-v0", moves, 0.1, {"players": 2, "max_rounds": 1}, tokens=8, length=512, steps=40,
         groups=16, lr=5e-4,
     ),
+    "repairs": Task(
+        "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=60, steps=40, groups=8, lr=5e-4,
+        games=512, tasks="../examples/failing_programs.py",
+    ),
 }  # fmt: skip
 
 
-def games(task: Task, env: str) -> Iterator[list[dict]]:
-    """Conversations of the task's player: of each seat in an episode of each seed."""
-    kind, _, name = env.partition(":")
-    world_class = importlib.import_module(f"areax.adapters.environments.{kind}").World
-    chance = random.Random(0)
-    for seed in range(GAMES // task.players):
-        world, told = world_class(name, **task.options), [[] for _ in range(task.players)]
-        asyncio.run(_game(task.player, world, seed, chance, told))
-        yield from told
+def games(task: Task, env: str, options: dict) -> Iterator[dict]:
+    """Conversations of the task's player: of each seat in an episode of each row."""
+    rows, chance = environments.rows(env, json.dumps(options), "train"), random.Random(0)
+    found = environments.named(env, json.dumps(options))
+    for row in itertools.islice(rows, task.games // task.players):
+        world, told = object_path.resolve(found.own)(**found.options), [[] for _ in range(task.players)]
+        asyncio.run(_game(task.player, world, row, chance, told))
+        tools = {"tools": list(world.tools)} if getattr(world, "tools", ()) else {}
+        yield from ({"messages": messages} | tools for messages in told)
 
 
-async def _game(player: Callable, world: Any, seed: int, chance: random.Random, told: list[list[dict]]) -> None:
+async def _game(player: Callable, world: Any, row: dict, chance: random.Random, told: list[list[dict]]) -> None:
     wait = lambda x: x if asyncio.iscoroutine(x) else asyncio.sleep(0, x)
-    seen, done = await wait(world.reset({"seed": seed})), False
+    seen, done = await wait(world.reset(row)), False
     while not done:
         messages = told[getattr(world, "seat", 0)]
         messages += [{"role": "user", "content": seen}] if isinstance(seen, str) else seen
-        messages.append({"role": "assistant", "content": player(world, [m["content"] for m in messages], chance)})
-        seen, _, done = await wait(world.step(messages[-1]))
+        said = player(world, [m["content"] for m in messages], chance)
+        messages.append(said if isinstance(said, dict) else {"role": "assistant", "content": said})
+        seen, _, done = await wait(world.step(_as_asked(messages[-1])))
     if close := getattr(world, "close", None):
         await wait(close())
+
+
+def _as_asked(message: dict) -> dict:
+    """The message as a model's, whose arguments are texts."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def base(folder: Path, texts: list[str]) -> None:
@@ -181,14 +228,17 @@ def areax(*words: str) -> dict:
     return json.loads((Path(words[words.index("--out") + 1]) / "summary.json").read_text())
 
 
-def imitate(task: Task, env: str, out: Path) -> None:
+def imitate(task: Task, env: str, options: dict, out: Path) -> None:
     """Makes the model that RL improves."""
-    rows = [*games(task, env)]
-    base(out / "base", [m["content"] for messages in rows[:500] for m in messages])
-    (out / "games.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows if row))
+    rows = [row for row in games(task, env, options) if row["messages"]]
+    base(
+        out / "base",
+        [json.dumps(row) if "tools" in row else m["content"] for row in rows[:500] for m in row["messages"]],
+    )
+    (out / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     areax(
         "train", "sft", "--model", f"{out}/base", "--init", "random", "--data", f"{out}/games.jsonl",
-        "--steps", str(task.imitation), "--batch", "64", "--length", str(task.length), "--rows", "8",
+        "--learn", "all", "--steps", str(task.imitation), "--batch", "64", "--length", str(task.length), "--rows", "8",
         "--optim.lr", "3e-3", "--optim.schedule", "cosine", "--optim.warmup", "20", "--optim.floor", "0.1",
         "--out", f"{out}/imitated",
     )  # fmt: skip
@@ -197,12 +247,12 @@ def imitate(task: Task, env: str, out: Path) -> None:
 def learn(name: str, out: Path) -> dict:
     """Trains on a task; returns what its row says."""
     task = TASKS[name]
-    with served(task) as env:
+    with served(task, out) as (env, options):
         if not (out / "imitated/summary.json").exists():
-            imitate(task, env, out)
+            imitate(task, env, options, out)
         common = [
             "train", "grpo", "--model", f"{out}/imitated/model", "--env", env, "--steps", str(task.steps),
-            "--env-options", json.dumps(dict(task.options)), "--groups", str(task.groups), "--group-size", "8",
+            "--env-options", json.dumps(options), "--groups", str(task.groups), "--group-size", "8",
             "--length", str(task.length), "--rows", "8", "--sampling.max-new-tokens", str(task.tokens),
             "--optim.lr", str(task.lr), "--optim.b2", "0.99", "--optim.warmup", "5", "--serve.slots", "128",
             "--objective.advantage.std", "none",
@@ -258,10 +308,16 @@ async def match(task: Task, env: str, model: Path, other: Path) -> float:
 
 
 @contextmanager
-def served(task: Task) -> Iterator[str]:
-    """What `--env` names, while its server, if it has one, runs."""
+def served(task: Task, out: Path) -> Iterator[tuple[str, dict]]:
+    """`--env` and its options; while its server, if it has one, runs."""
+    if task.tasks:
+        for name, count, first in (("tasks", 4096, 0), ("heldout", HELDOUT, 1 << 20)):
+            script = str(Path(__file__).parent / task.tasks)
+            subprocess.run([sys.executable, script, str(out / name), str(count), str(first)], check=True)
+        yield task.env.format(out / "tasks"), {**task.options, "heldout": str(out / "heldout")}
+        return
     if not task.server:
-        yield task.env
+        yield task.env, dict(task.options)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -273,7 +329,7 @@ def served(task: Task) -> Iterator[str]:
                     if other.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.1)
-            yield task.env.format(f"http://127.0.0.1:{port}")
+            yield task.env.format(f"http://127.0.0.1:{port}"), dict(task.options)
         finally:
             process.terminate()
 
@@ -298,7 +354,7 @@ def table(out: Path) -> str:
         file = out / name / "result.json"
         if file.exists():
             x = json.loads(file.read_text())
-            kind = x["env"].partition(":http")[0]
+            kind = x["env"].partition(":/")[0].partition(":http")[0]
             text += (
                 f"| `{kind}` | {json.dumps(x['options'])[1:-1]} | {x['before']:.3f} | {x['after']:.3f} | "
                 f"{x['level']} | {x['control']:.3f} | {x['steps']} | {x['seconds']} |\n"

@@ -26,6 +26,7 @@ import yaml
 from areax import models
 from areax.adapters import cli, hf, safetensors, tokenizer
 from areax.adapters.tracking import run_dir
+from areax.rollout import sandbox
 from areax.rollout.servers import local
 
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.S)
@@ -189,6 +190,13 @@ def test_the_agent_guide(here, capfd):
 def test_the_environment_guide(here, capfd):
     follow("train-on-an-environment")
     assert "rows: 4\nsamples: 4\nunscorable: 0\n" in capfd.readouterr().out and Path("runs/hotter/model").is_dir()
+
+
+@pytest.mark.docs
+@pytest.mark.skipif(not sandbox.isolation().files, reason="needs namespaces")
+def test_the_terminal_guide(here, capfd):
+    follow("train-in-a-terminal")
+    assert "accuracy" in capfd.readouterr().out and Path("runs/terminal/model").is_dir()
 
 
 @pytest.mark.docs

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from areax.rollout import object_path, rewards
+from areax.rollout.processes.child import Child
 from areax.rollout.rewards import Score, score
 from areax.rollout.rewards.worker import Worker
 
@@ -445,7 +446,7 @@ def test_workers_see_no_secret_unless_it_is_named(file, monkeypatch):
 
 def test_a_pool_may_close_at_the_moment_a_worker_becomes_ready(file, monkeypatch):
     """Otherwise the task that replaces a worker survives its cancellation, and the pool never closes."""
-    receive = Worker.receive
+    receive = Child.receive
 
     async def main():
         came, go = asyncio.Event(), asyncio.Event()
@@ -456,7 +457,7 @@ def test_a_pool_may_close_at_the_moment_a_worker_becomes_ready(file, monkeypatch
             await go.wait()
             return said
 
-        monkeypatch.setattr(Worker, "receive", greeting)
+        monkeypatch.setattr(Child, "receive", greeting)
         starting = asyncio.create_task(Worker.start(f"{file}:act", 10.0, os.environ))
         await came.wait()
         go.set()

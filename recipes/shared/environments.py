@@ -1,10 +1,11 @@
 """`--env`: an environment in place of rows, a reward and a workflow, into which it is expanded here."""
 
+import functools
 import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -12,10 +13,12 @@ from areax.adapters.command_line.options import flat, json_object, replaced
 from areax.recipes.shared import evaluation
 from areax.rollout import object_path
 from areax.rollout.scheduling.mixture import FIELD, Mixture
-from areax.rollout.workflows import environments
+from areax.rollout.workflows import environment_workers, environments
+from areax.rollout.workflows.environment_workers import Rows
 
-WORLDS = "aviary", "gymnasium", "nemo_gym", "openenv", "reasoning_gym", "textarena"  # files of adapters/environments
-AGENTS = ("verifiers",)  # likewise, whose environments call the model
+# Files of adapters/environments:
+WORLDS = "aviary", "gymnasium", "harbor", "nemo_gym", "openenv", "reasoning_gym", "textarena"
+AGENTS = ("verifiers",)  # whose environments call the model
 KINDS = *WORLDS, *AGENTS
 AGENT = "areax.adapters.environments.{}:Agent"
 PLAY, TOOL_CLASS = "areax.rollout.workflows.environments:play", "areax.rollout.workflows.tool_class:World"
@@ -23,7 +26,8 @@ ONE_OF = "areax.rollout.workflows.environments:play_one_of"
 WEIGHT = re.compile(r"(.+?):(\d+\.?\d*|\.\d+)", re.ASCII)
 ADDRESS = re.compile(r".*//[^/:]*", re.ASCII)  # without a port, which is no weight
 REWARD, SINGLE_TURN = "areax.rollout.rewards:none", "areax.rollout.workflows:single_turn"
-OF_PLAY = "turns", "step_timeout_s", "style"  # entries of --env-options that are not the environment's
+# Entries of --env-options that are not the environment's:
+OF_PLAY = "turns", "step_timeout_s", "style", "workers", "environment"
 HELDOUT = 1 << 30  # seeds from here on are for evaluation
 INSTEAD_OF = {"env": ("data", "reward")}  # required options that another stands for
 OF_CLASS = "make", "reward"  # options of TOOL_CLASS that are not the class's
@@ -99,11 +103,15 @@ def named(env: str, options: str) -> Environment:
         world = f"areax.adapters.environments.{kind}:World"
         return Environment(env, world, world, {"name": name, **given}, play)
     try:
-        found = object_path.resolve(env)
+        if environment_workers.counted(play.get("workers", 0), play.get("environment", ())):
+            steps = _told(env, "", "{}", tuple(play.get("environment", ()))).steps
+        else:
+            found = object_path.resolve(env)
+            steps = not inspect.isclass(found) or hasattr(found, "step")
     except ValueError as error:
         kinds = ", ".join(f"{kind}:NAME" for kind in KINDS)
         raise ValueError(f"--env {env}: must be {kinds} or a class, FILE.py:CLASS ({error})") from error
-    if inspect.isclass(found) and not hasattr(found, "step"):
+    if not steps:
         return Environment(env, TOOL_CLASS, env, {"make": env, **given}, play)
     return Environment(env, env, env, given, play)
 
@@ -145,25 +153,23 @@ def expanded(config: Config) -> Config:
     return replaced(given, reward=REWARD, workflow=workflow, workflow_options=json.dumps(options))
 
 
-class Rows:
-    """The rows that `make()` iterates over; their iteration can start anew."""
-
-    def __init__(self, make: Callable[[], Iterable[dict]]):
-        self._make = make
-
-    def __iter__(self) -> Iterator[dict]:
-        return iter(self._make())
+@functools.lru_cache(maxsize=8)
+def _told(world: str, split: str, options: str, environment: tuple[str, ...]) -> environment_workers.Told:
+    return environment_workers.told(world, split, json.loads(options), environment)
 
 
 def rows(env: str, options: str, split: Literal["train", "eval"]) -> Any:
     """The rows of an environment: what the static method `rows(split, **options)` of its class returns, or {"seed": n}
     for n from 0 on, for evaluation from HELDOUT on. Raises ValueError if they do not take the options."""
-    found = named(env, options)
+    found, begin = named(env, options), HELDOUT if split == "eval" else 0
+    seeds = Rows(lambda: ({"seed": n} for n in itertools.count(begin)))
+    given = {name: value for name, value in found.options.items() if found.world != TOOL_CLASS or name not in OF_CLASS}
+    if found.play.get("workers"):
+        made = _told(found.own, split, json.dumps(given), tuple(found.play.get("environment", ()))).rows
+        return seeds if made is None else made
     own = object_path.load_object(found.own)
     if not isinstance(inspect.getattr_static(own, "rows", None), staticmethod):
-        begin = HELDOUT if split == "eval" else 0
-        return Rows(lambda: ({"seed": n} for n in itertools.count(begin)))
-    given = {name: value for name, value in found.options.items() if found.world != TOOL_CLASS or name not in OF_CLASS}
+        return seeds
     try:
         inspect.signature(own.rows).bind(split, **given)
     except TypeError as error:

@@ -22,9 +22,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from .. import object_path
+from ..processes.child import Garbled
 from ..processes.environment import passed
 from .signatures import Score, bind, score, whole
-from .worker import Call, Garbled, Worker
+from .worker import Call, Worker
 
 __all__ = ["Pool", "Score", "check", "none", "pool", "score", "whole"]
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class Pool:
         self._broken = RuntimeError(f"reward {self.name}: the pool is closed")
         for call in self._open():
             call.answer.cancel()
-        await asyncio.gather(*(worker.end() for worker in self._workers))
+        await asyncio.gather(*(worker.child.end() for worker in self._workers))
 
     async def _launch(self) -> Worker:
         worker = await Worker.start(self.name, self.timeout_s, self.environ, self.as_called)
@@ -225,7 +226,7 @@ class Pool:
                 pass
             worker.retiring = True
             self._lose(worker)
-            await worker.end()
+            await worker.child.end()
             self._workers.remove(worker)
             worker = await self._replace()
             self._queue([])
@@ -308,4 +309,4 @@ class Pool:
                 oldest = min(worker.suspects(), key=lambda call: call.since, default=None)
                 if oldest and clock() - oldest.since > timeout_s:
                     worker.late = oldest
-                    await asyncio.to_thread(worker.kill)
+                    await asyncio.to_thread(worker.child.kill)

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
-import json
-import os
 import pickle
-import secrets
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from .. import object_path
 from ..errors import ServerError
-from ..processes import guard, memory, orphan_guard
+from ..processes import memory
+from ..processes.child import Child, Garbled, opened, put
 from ..sandbox import turns
 from .signatures import Bound, Score, bind, bind_as_called, score
 
-LARGEST = 2**26  # bytes of a frame
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
 TELL_S = 0.5  # between reports of calls that wait for the sandbox
 
@@ -60,10 +53,6 @@ class Call:
             self.answer.set_result(outcome)
 
 
-class Garbled(ConnectionError):
-    """A worker's stream of answers holds something else, which the reward, or a process it forked, has written."""
-
-
 @dataclass(eq=False)
 class Worker:
     """A process that runs `serve`.
@@ -75,12 +64,9 @@ class Worker:
       memory: bytes in use after its first answer, from which growth is measured.
       retiring: it gets no more calls.
       late: the call that exceeded the timeout, for which it was killed.
-      mark: of its environment, and so of all that it starts (`orphan_guard.kill_marked`).
     """
 
-    process: subprocess.Popen
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    child: Child
     mode: str = "plain"
     wants: tuple[str, ...] = ()
     running: dict[int, Call] = field(default_factory=dict)
@@ -88,55 +74,28 @@ class Worker:
     memory: int = 0
     retiring: bool = False
     late: Call | None = None
-    mark: str = ""
 
     @classmethod
     async def start(cls, name: str, timeout_s: float, environ: Mapping[str, str], as_called: bool = False) -> Worker:
-        """Starts a fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
-        main script again, which may import JAX; being in a new session, it gets no Ctrl-C and is killed together
-        with its children. Its environment is `environ`, and a mark by which children in other sessions are found."""
-        mark = secrets.token_hex(8)
-        ours, theirs = socket.socketpair()
-        # Answers use a pipe: a socket whose peer dies with unread calls also drops the answers in transit.
-        answers, out = os.pipe()
-        with theirs, open(out, "wb", buffering=0), contextlib.ExitStack() as opened:
-            pipe = opened.enter_context(open(answers, "rb", buffering=0))
-            _, writer = await asyncio.open_connection(sock=ours)
-            opened.callback(writer.close)
-            reader = asyncio.StreamReader()
-            protocol = functools.partial(asyncio.StreamReaderProtocol, reader)
-            await asyncio.get_running_loop().connect_read_pipe(protocol, pipe)
-            opened.pop_all()  # from here on the two transports close them
-            arguments = f"{theirs.fileno()}, {out}, {name!r}, {timeout_s!r}, {as_called!r}"
-            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({arguments})"
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", program],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno(), out],
-                    env={**environ, orphan_guard.MARK: mark},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                writer.close()
-                raise ServerError(f"reward {name}: cannot start a worker process ({error})") from error
-        guard.process(process.pid, mark=mark)
-        worker = cls(process, reader, writer, mark=mark)
+        """Starts a worker with the environment `environ`. Raises ServerError; ValueError: no such reward."""
+        arguments = (name, timeout_s, as_called)
+        child = await Child.start(f"reward {name}", f"{__name__}:serve", arguments, environ)
+        worker = cls(child)
         try:
             async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that coincides with the greeting
-                greeting = await worker.receive()
+                greeting = await child.receive()
             if "error" not in greeting:
                 worker.mode, worker.wants = greeting["mode"], tuple(greeting["wants"])
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, KeyError, TypeError) as error:
-            await worker.end()
+            await child.end()
             raise ServerError(
                 f"reward {name}: its worker did not start ({type(error).__name__}); see its output"
             ) from error
         except BaseException:
-            await worker.end()
+            await child.end()
             raise
         if "error" in greeting:
-            await worker.end()
+            await child.end()
             raise ValueError(greeting["error"])
         return worker
 
@@ -146,27 +105,12 @@ class Worker:
             call.since = now
             self.running[call.id] = call
         self.sent += len(calls)
-        frame = pickle.dumps([(call.id, call.message) for call in calls], pickle.HIGHEST_PROTOCOL)
-        self.writer.write(len(frame).to_bytes(4, "little") + frame)
-
-    async def receive(self) -> dict[str, Any]:
-        """The next frame; raises Garbled if it is none, IncompleteReadError or ConnectionError at the stream's end."""
-        size = int.from_bytes(await self.reader.readexactly(4), "little")
-        if size > LARGEST:
-            raise Garbled(f"a frame of {size} bytes")
-        data = await self.reader.readexactly(size)
-        try:
-            frame = json.loads(data)
-        except (ValueError, RecursionError):
-            frame = None
-        if not isinstance(frame, dict):
-            raise Garbled(f"{data[:40]!r}")
-        return frame
+        self.child.send([(call.id, call.message) for call in calls])
 
     async def answers(self) -> tuple[int, list[tuple[Call, str, Any]]]:
         """The memory in bytes that the worker reports, and its next answers, whose calls no longer run: (call,
-        outcome, Score or message). Raises as `receive`."""
-        frame = await self.receive()
+        outcome, Score or message). Raises as `Child.receive`."""
+        frame = await self.child.receive()
         try:
             used, told = int(frame["memory"]), [(id, str(outcome), what) for id, outcome, what in frame["answers"]]
             scores = [_score(what) if outcome == "scored" else str(what) for _, outcome, what in told]
@@ -187,31 +131,6 @@ class Worker:
         """The calls that it is running now."""
         return list(self.running.values())[: 1 if self.mode == "plain" else None]
 
-    def kill(self) -> None:
-        """Kills it and all that it has started, in other sessions, too; one of these may hold its stream of answers
-        open. It looks through all processes of the machine: call it in a thread."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        orphan_guard.kill_marked(self.mark)
-
-    async def end(self) -> None:
-        """Kills it and all that it has started, and waits: a large process takes a while to exit."""
-        self.writer.close()
-        try:
-            await asyncio.to_thread(self._end)
-        except asyncio.CancelledError:  # perhaps before a thread started to wait
-            self._end()
-            raise
-        finally:
-            guard.process_ended(self.process.pid)
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
-
-    def _end(self) -> None:
-        self.kill()
-        self.process.wait()
-
 
 def _score(told: Any) -> Score:
     """A Score as `_scored` sends it; raises TypeError or ValueError for anything else."""
@@ -222,19 +141,15 @@ def _score(told: Any) -> Score:
 
 def serve(handle: int, answers: int, name: str, timeout_s: float, as_called: bool) -> None:
     """The main function of a worker: resolves the reward, then answers calls until their stream ends."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches all processes; the one that it is for ends this one
-    for number in (handle, answers):  # programs that the reward starts must not hold the streams open
-        os.set_inheritable(number, False)
-    _owner.append(os.getpid())
-    with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
+    with opened(handle, answers) as (connection, out):
         try:
             function = object_path.resolve(name)
             bound = bind_as_called(function) if as_called else bind(function, name)
         except BaseException as error:  # any error must reach the waiting process
             text = str(error) if isinstance(error, ValueError) else f"{name}: {object_path.line(error)}"
-            _put(out, _frame({"error": f"reward {text}"}))
+            put(out, {"error": f"reward {text}"})
             return
-        _put(out, _frame({"mode": bound.mode, "wants": bound.wants}))
+        put(out, {"mode": bound.mode, "wants": bound.wants})
         if bound.mode == "async":
             asyncio.run(_many(connection, out, bound, function, timeout_s))
         else:
@@ -242,7 +157,7 @@ def serve(handle: int, answers: int, name: str, timeout_s: float, as_called: boo
                 while len(size := stream.read(4)) == 4:
                     calls = pickle.loads(stream.read(int.from_bytes(size, "little")))
                     answer = _batch if bound.mode == "batched" else _plain
-                    _put(out, _answers(answer(bound, function, calls, runner)))
+                    put(out, _answers(answer(bound, function, calls, runner)))
 
 
 def _plain(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Runner) -> list[tuple]:
@@ -283,13 +198,13 @@ async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function
         except BaseException as error:  # any error must reach the waiting process
             answer = (id, "late", "") if limit.expired() else (id, "raised", object_path.line(error, function))
         del clocks[id]
-        _put(out, _answers([answer]))
+        put(out, _answers([answer]))
 
     async def tell() -> None:
         while True:
             await asyncio.sleep(TELL_S)
             if waiting := [id for id, clock in clocks.items() if clock.waiting]:
-                _put(out, _answers([], waiting))
+                put(out, _answers([], waiting))
 
     tasks = {asyncio.create_task(tell())}
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -305,21 +220,5 @@ def _scored(result: Any) -> tuple[str, tuple]:
     return "scored", (made.value, made.components, made.steps)
 
 
-def _answers(answers: Sequence[tuple], waiting: Sequence[int] = ()) -> bytes:
-    return _frame({"memory": memory.resident(), "answers": answers, "waiting": waiting})
-
-
-_owner: list[int] = []  # the worker's process id
-
-
-def _put(out: BinaryIO, data: bytes) -> None:
-    if os.getpid() not in _owner:  # the reward forked, and its child has returned from it
-        os._exit(0)
-    left = memoryview(data)
-    while left:
-        left = left[out.write(left) :]
-
-
-def _frame(content: Mapping[str, Any]) -> bytes:
-    data = json.dumps(content).encode()
-    return len(data).to_bytes(4, "little") + data
+def _answers(answers: Sequence[tuple], waiting: Sequence[int] = ()) -> dict[str, Any]:
+    return {"memory": memory.resident(), "answers": answers, "waiting": waiting}

@@ -7,13 +7,9 @@ forbids, network access for example, depends on the machine: see `isolation()`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import json
 import logging
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,12 +22,10 @@ from typing import Any, Protocol
 
 from ..errors import ServerError
 from ..processes import folders
-from . import turns
+from . import launch, turns
 
 log = logging.getLogger(__name__)
 
-CONFINE = str(Path(__file__).with_name("supervisor.py"))
-STOP_S = 10.0  # for the supervisor to kill everything once it is asked to
 # The last line of a traceback: MemoryError, or numpy's numpy._core._exceptions._ArrayMemoryError.
 OUT_OF_MEMORY = re.compile(r"[\w.]*MemoryError\b")
 
@@ -177,10 +171,10 @@ async def _in_a_folder(
 ) -> Result:
     folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
     try:
-        _fill(folder, files, stdin)
+        launch.fill(folder, files, stdin)
         return await _supervised(mode, folder, list(command), limits)
     finally:
-        await asyncio.to_thread(_remove, folder)
+        await asyncio.to_thread(launch.remove, folder)
 
 
 def _logged(result: Result) -> Result:
@@ -212,37 +206,38 @@ def _refusal(kind: Isolation) -> str:
     """Why this isolation does not work here, "" if it does."""
     folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
     try:
-        _fill(folder, {}, "")
-        with _Reports() as reports:
-            launch = _launch(kind.mode, folder, [sys.executable, "-I", "-c", ""], Limits(), reports.writer)
-            done = subprocess.run(
-                launch, **_surroundings(reports.writer), capture_output=True, timeout=STOP_S, errors="replace"
-            )
+        launch.fill(folder, {}, "")
+        with launch.Reports() as reports:
+            empty = [sys.executable, "-I", "-c", ""]
+            arguments = launch.arguments(kind.mode, folder, empty, asdict(Limits()), reports.writer)
+            how = launch.surroundings(reports.writer)
+            done = subprocess.run(arguments, **how, capture_output=True, timeout=launch.STOP_S, errors="replace")
             outcome = reports.read()
     except subprocess.TimeoutExpired:
-        return f"no answer within {STOP_S:.0f} s"
+        return f"no answer within {launch.STOP_S:.0f} s"
     finally:
-        _remove(folder)
+        launch.remove(folder)
     if outcome.get("code") == 0 and "error" not in outcome:
         return ""
     return outcome.get("error") or f"Python exited with code {outcome.get('code')}: {done.stderr[-300:]}"
 
 
 async def _supervised(mode: str, folder: Path, command: list[str], limits: Limits) -> Result:
-    with _Reports() as reports, open(folder / "stdin", "rb") as stdin:
+    with launch.Reports() as reports, open(folder / "stdin", "rb") as stdin:
+        arguments = launch.arguments(mode, folder, command, asdict(limits), reports.writer)
         process = await asyncio.create_subprocess_exec(
-            *_launch(mode, folder, command, limits, reports.writer), **_surroundings(reports.writer),
-            stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            *arguments, **launch.surroundings(reports.writer), stdin=stdin,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
         full = asyncio.Event()
         streams = (process.stdout, process.stderr)
-        printed = [asyncio.create_task(_read(stream, limits.output_bytes, full)) for stream in streams]
+        printed = [asyncio.create_task(launch.read(stream, limits.output_bytes, full)) for stream in streams]
         ended, over = asyncio.create_task(process.wait()), asyncio.create_task(full.wait())
         try:
             done, _ = await asyncio.wait({ended, over}, timeout=limits.timeout_s, return_when="FIRST_COMPLETED")
         finally:
-            await _end(process, ended, printed)
+            await launch.end(process, ended, printed)
             over.cancel()
         stdout, stderr = [task.result().decode(errors="replace") for task in printed]
         outcome = reports.read()
@@ -250,90 +245,3 @@ async def _supervised(mode: str, folder: Path, command: list[str], limits: Limit
         raise ServerError(f"sandbox: {outcome.get('error') or f'the supervisor died; {stderr[-300:]}'}")
     why = "output" if full.is_set() else outcome["why"] if outcome else "wall"
     return Result(stdout, stderr, outcome.get("code", -signal.SIGKILL), why)
-
-
-async def _read(stream: asyncio.StreamReader, most: int, full: asyncio.Event) -> bytes:
-    """Reads the first `most` bytes; drains the rest, so that the writer does not block while it is stopped."""
-    kept = bytearray()
-    while chunk := await stream.read(2**16):
-        kept += chunk[: most - len(kept) + 1]
-        if len(kept) > most:
-            full.set()
-    return bytes(kept[:most])
-
-
-async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task, printed: Sequence[asyncio.Task]) -> None:
-    """Has the supervisor kill all remaining processes; reads their output to the end."""
-    if not ended.done():
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    try:
-        _, late = await asyncio.wait({ended, *printed}, timeout=STOP_S)
-    finally:
-        if not ended.done():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        for task in (ended, *printed):
-            task.cancel()
-    if late:
-        raise ServerError(f"sandbox: a command and its supervisor did not end within {STOP_S:.0f} s")
-
-
-class _Reports:
-    """A pipe for the supervisor's reports."""
-
-    def __enter__(self) -> _Reports:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.reader)
-        os.close(self.writer)
-
-    def read(self) -> dict[str, Any]:
-        try:
-            lines = os.read(self.reader, 2**16).splitlines()
-        except BlockingIOError:  # empty
-            return {}
-        reports = [json.loads(line) for line in lines]
-        return {key: value for report in reversed(reports) for key, value in report.items()}  # the first one wins
-
-
-def _launch(mode: str, folder: Path, command: list[str], limits: Limits, report: int) -> list[str]:
-    spec = {**asdict(limits), "mode": mode, "folder": str(folder / "work"), "command": command}
-    spec["cpu_s"] = limits.timeout_s if limits.cpu_s is None else limits.cpu_s
-    spec |= {"report": report, "parent": os.getpid(), "readable": _python_folders()}
-    return [sys.executable, "-I", "-S", CONFINE, json.dumps(spec)]
-
-
-def _surroundings(report: int) -> dict[str, Any]:
-    return {"env": {}, "cwd": "/", "start_new_session": True, "pass_fds": (report,)}
-
-
-@functools.cache
-def _python_folders() -> list[str]:
-    """The folders of this Python and its packages, parents first."""
-    found = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
-    found.add(str(Path(sys.executable).resolve().parents[1]))
-    return sorted(found - {"/"})
-
-
-def _fill(folder: Path, files: Mapping[str, str], stdin: str) -> None:
-    folder.chmod(0o711)  # another user must be able to enter its subfolder
-    (folder / "work").mkdir(mode=0o700)
-    for name, text in files.items():
-        path = folder / "work" / name
-        path.write_bytes(text.encode(errors="surrogatepass"))
-        path.chmod(0o644)
-    (folder / "stdin").write_bytes(stdin.encode(errors="surrogatepass"))
-
-
-def _remove(folder: Path) -> None:
-    """Removes the folder, even if the command has changed permissions."""
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            inner = os.path.join(path, name)
-            if not os.path.islink(inner):
-                os.chmod(inner, 0o700)
-    shutil.rmtree(folder)

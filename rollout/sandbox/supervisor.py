@@ -17,7 +17,6 @@ import sys
 import time
 from typing import Any
 
-PERIOD_S = 0.05  # between two checks of the processes
 OPEN_FILES = 256
 WAITING = 2**18  # bytes that may wait in a socket, which no process maps: Linux' default is 208 KiB
 INODES = 4096  # most files and folders in the sandbox's file system
@@ -121,7 +120,7 @@ def watch(spec: dict, child: int) -> bool:
     """
     closed = spec["mode"] in NAMESPACES
     while True:
-        received = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, PERIOD_S)
+        received = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, spec["period_s"])
         if received and received.si_signo == signal.SIGTERM:
             return False
         pid = -1
@@ -263,6 +262,12 @@ def make_root(spec: dict) -> None:
         if path not in DEVICES:
             seal(inside, AT_RECURSIVE)
     os.symlink("/tmp", f"{root}/dev/shm")
+    for path in spec["places"]:
+        os.makedirs(f"{root}/tmp{path}", exist_ok=True)
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.symlink(f"/tmp{path}", root + path)
+    for folder, _, _ in os.walk(f"{root}/tmp"):
+        os.chown(folder, uid, uid)
     os.mkdir(root + HOME, 0o700)
     os.chown(root + HOME, uid, uid)
     for name, content in files.items():

@@ -22,7 +22,7 @@ from ..chat.trajectory import Interaction
 from ..errors import ServerError
 from ..processes.printable import one_line, shown
 from ..types import SEATS, Generate, Sample, Sampling
-from . import tools, workflow_context
+from . import environment_workers, tools, workflow_context
 from .failures import Failures, line
 from .multi_turn import counted, following, style_of_calls
 
@@ -82,6 +82,8 @@ async def play(
     turns: int = 16,
     step_timeout_s: float = 60.0,
     style: str = "",
+    workers: int = 0,
+    environment: Sequence[str] = (),
 ) -> list[Sample] | None:
     """Plays an episode in a world; each answer has its own reward.
 
@@ -93,6 +95,8 @@ async def play(
       name: what errors call it; "" = `world`.
       step_timeout_s: seconds in which `reset`, `step` and `close` must return; a thread that hangs is abandoned.
       style: the format of tool calls, one of `formats.NAMES`; "" = that of the model's chat template.
+      workers: number of processes for worlds; 0 = they are in this one.
+      environment: names of environment variables that these get (`environment_workers.workers`).
 
     Returns:
       The samples, with their seat's number; unscorable, or None before the first answer, if the world failed, which is
@@ -104,51 +108,61 @@ async def play(
     """
     variables, name = conversation.variables(row), name or world
     template.check_variables(tokenizer, variables)
-    make = functools.partial(object_path.resolve(world), **(options or {}))
     async with workflow_context.current() as shared:
         failures = await shared.get(("failures", name), lambda: contextlib.nullcontext(Failures(f"environment {name}")))
-    call = functools.partial(_called, seconds=step_timeout_s)
-    own: Any = None
-    sessions: list[Session] = []
-    try:
+        make = functools.partial(await _maker(shared, world, workers, environment), **(options or {}))
+        call = functools.partial(_called, seconds=step_timeout_s)
+        own: Any = None
+        sessions: list[Session] = []
         try:
-            own = await call("its constructor", make)
-            count = await call("seats", _seats, own)
-            seen = _messages("reset", await call("reset", _method(own, "reset"), row))
+            try:
+                own = await call("its constructor", make)
+                count = await call("seats", _seats, own)
+                seen = _messages("reset", await call("reset", _method(own, "reset"), row))
+            except Failed as error:
+                raise ServerError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
+            sessions = [Session(generate, tokenizer, processor, sampling=sampling, style=style) for _ in range(count)]
+            told: list[list[dict[str, Any]]] = [[] for _ in sessions]
+            done = False
+            while not done:
+                seat = await call("seat", _seat, own, count)
+                session, messages = sessions[seat], told[seat]
+                messages += seen
+                if len(session.interactions) == counted(turns):
+                    break
+                if kit := await call("tools", _tools, own):
+                    style_of_calls(f"environment {name} has tools", tokenizer, style)
+                if not (
+                    x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)
+                ):
+                    break
+                messages.append(x.answer.message())
+                step = _method(own, "step")
+                after, value, done = _stepped(await call("step", step, _said(x, tokenizer, style, bool(kit))))
+                _reward(sessions, value, done)
+                seen = [] if done else _messages("step", after)
+            if not done and (stop := _method(own, "stop", optional=True)):
+                _reward(sessions, await call("stop", stop), True)
+            for session in _begun(sessions):
+                if not any(x.score for x in session.interactions):
+                    session.set_reward(0.0)
+            failures.clear()
         except Failed as error:
-            raise ServerError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
-        sessions = [Session(generate, tokenizer, processor, sampling=sampling, style=style) for _ in range(count)]
-        told: list[list[dict[str, Any]]] = [[] for _ in sessions]
-        done = False
-        while not done:
-            seat = await call("seat", _seat, own, count)
-            session, messages = sessions[seat], told[seat]
-            messages += seen
-            if len(session.interactions) == counted(turns):
-                break
-            if kit := await call("tools", _tools, own):
-                style_of_calls(f"environment {name} has tools", tokenizer, style)
-            if not (x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)):
-                break
-            messages.append(x.answer.message())
-            step = _method(own, "step")
-            after, value, done = _stepped(await call("step", step, _said(x, tokenizer, style, bool(kit))))
-            _reward(sessions, value, done)
-            seen = [] if done else _messages("step", after)
-        if not done and (stop := _method(own, "stop", optional=True)):
-            _reward(sessions, await call("stop", stop), True)
-        for session in _begun(sessions):
-            if not any(x.score for x in session.interactions):
-                session.set_reward(0.0)
-        failures.clear()
-    except Failed as error:
-        failures.add(str(error), row, error)
-        for session in _begun(sessions):
-            session.set_reward(None)
-    finally:
-        await _close(own, call, name)
-    made = [s.replace(seat=i) for i, one in enumerate(sessions) if one.interactions for s in one.samples(row=row)]
-    return made or None
+            failures.add(str(error), row, error)
+            for session in _begun(sessions):
+                session.set_reward(None)
+        finally:
+            await _close(own, call, name)
+        made = [s.replace(seat=i) for i, one in enumerate(sessions) if one.interactions for s in one.samples(row=row)]
+        return made or None
+
+
+async def _maker(shared: workflow_context.Shared, world: str, count: int, environment: Sequence[str]) -> Callable:
+    """The class or function that makes a world, here or in a process."""
+    if not environment_workers.counted(count, environment):
+        return object_path.resolve(world)
+    made = await shared.get(("worlds", world), lambda: environment_workers.workers(world, count, environment))
+    return made.begin
 
 
 def _begun(sessions: Sequence[Session]) -> list[Session]:
@@ -181,22 +195,30 @@ async def play_one_of(
 
 async def check(
     world: str, row: Mapping[str, Any], *, tokenizer: Any, options: Mapping[str, Any] | None = None, name: str = "",
-    step_timeout_s: float = 60.0, style: str = "", turns: int = 16,
+    step_timeout_s: float = 60.0, style: str = "", turns: int = 16, workers: int = 0, environment: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Begins and ends an episode, arguments as of `play`. Raises ValueError, in one line, if it cannot begin."""
     counted(turns)
+    async with workflow_context.opened() as shared:
+        make = functools.partial(await _maker(shared, world, min(1, workers), environment), **(options or {}))
+        await _check(make, row, tokenizer, name or world, step_timeout_s, style)
+
+
+async def _check(
+    make: Callable, row: Mapping[str, Any], tokenizer: Any, name: str, step_timeout_s: float, style: str
+) -> None:
     call, own = functools.partial(_called, seconds=step_timeout_s), None
     try:
-        own = await call("its constructor", functools.partial(object_path.resolve(world), **(options or {})))
+        own = await call("its constructor", make)
         await call("seats", _seats, own)
         messages = _messages("reset", await call("reset", _method(own, "reset"), row))
         if kit := await call("tools", _tools, own):
-            style_of_calls(f"environment {name or world} has tools", tokenizer, style)
+            style_of_calls(f"environment {name} has tools", tokenizer, style)
         template.readable(tokenizer, conversation.Conversation(messages, tuple(kit), conversation.variables(row)))
     except (Failed, ServerError) as error:
-        raise ValueError(f"environment {name or world} cannot begin: {error}; {object_path.row(row)}") from error
+        raise ValueError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
     finally:
-        await _close(own, call, name or world)
+        await _close(own, call, name)
 
 
 async def _close(own: Any, call: Callable[..., Any], name: str) -> None:

@@ -1,0 +1,184 @@
+"""Machines that are containers of Docker, by its SDK (`pip install 'areax[docker]'`), which reads DOCKER_HOST."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import hashlib
+import io
+import posixpath
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ServerError
+from . import Result
+from .machine import LATE_S, LIFETIME_S, Ended
+
+OUTPUT = 64 * 2**10  # bytes of a command's output that are kept: its beginning and its end
+FILE = 64 * 2**20  # bytes of a file that can be read
+LABEL = "areax"
+AT_ONCE = 64  # calls of the SDK, each in a thread
+_building = threading.Lock()
+_threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "docker")
+
+
+async def start(
+    image: str, context: Path, *, memory_mb: int = 0, workdir: str = "", network: str = "none", cpus: float = 0,
+    processes: int = 512, lifetime_s: float = LIFETIME_S,
+) -> Container:  # fmt: skip
+    """Starts a container, which ends by itself after `lifetime_s`.
+
+    Args:
+      network: Docker's network mode; none = no network.
+      cpus: most cores that it uses; 0 = all.
+      processes: most processes in it.
+
+    Raises:
+      ServerError: there is no Docker, no such image, or none could be built.
+    """
+    how: dict[str, Any] = dict(network_mode=network, pids_limit=processes, working_dir=workdir or None)
+    how |= dict(mem_limit=f"{memory_mb}m", memswap_limit=f"{memory_mb}m") if memory_mb else {}
+    how |= dict(nano_cpus=int(cpus * 1e9)) if cpus else {}
+    try:
+        return await _in_thread(_started, image, context, lifetime_s, how)
+    except _errors() as error:
+        raise ServerError(f"docker: {' '.join(str(error).split())[:500]}") from error
+
+
+async def _in_thread(function: Callable, *arguments: Any, **given: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(_threads, functools.partial(function, *arguments, **given))
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    import requests
+    from docker import errors
+
+    return errors.DockerException, requests.exceptions.RequestException
+
+
+@functools.cache
+def _client() -> Any:
+    try:
+        import docker
+    except ModuleNotFoundError:
+        raise ImportError("docker is not installed: pip install 'areax[docker]'") from None
+    return docker.from_env(max_pool_size=AT_ONCE)
+
+
+def _started(image: str, context: Path, lifetime_s: float, how: Mapping[str, Any]) -> Container:
+    client = _client()
+    made = client.containers.run(
+        image or _built(context), [f"{lifetime_s:.0f}"], entrypoint=["sleep"], detach=True, init=True, auto_remove=True,
+        labels=[LABEL], **how,
+    )  # fmt: skip
+    made.reload()
+    return Container(made, made.attrs["Config"]["WorkingDir"] or "/")
+
+
+def _built(context: Path) -> str:
+    """The image of a folder with a Dockerfile, built once of each content."""
+    digest = hashlib.sha256()
+    for path in sorted(context.rglob("*")):
+        digest.update(f"{path.relative_to(context)}\0{path.lstat().st_mode}\0".encode())
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    from docker import errors
+
+    name = f"areax-task:{digest.hexdigest()[:32]}"
+    with _building:
+        try:
+            _client().images.get(name)
+        except errors.ImageNotFound:
+            _client().images.build(path=str(context), tag=name, rm=True, forcerm=True)
+    return name
+
+
+class Container:
+    """A running container; made by `start`."""
+
+    def __init__(self, container: Any, workdir: str):
+        self._own, self.workdir, self._why = container, workdir, ""
+
+    async def run(self, command: str, *, timeout_s: float = 60.0, cwd: str = "/") -> Result:
+        late = ["timeout", "--signal=KILL", f"{timeout_s:.3f}", "bash", "-c", command]
+        return await self._called(functools.partial(self._run, late, timeout_s, cwd), timeout_s + LATE_S)
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        if files:
+            await self._called(functools.partial(self._own.put_archive, "/", _archive(files)), LATE_S)
+
+    async def get(self, path: str) -> bytes:
+        return await self._called(functools.partial(self._get, path), LATE_S)
+
+    async def aclose(self) -> None:
+        from docker import errors
+
+        self._why = self._why or "it was closed"
+        try:
+            await _in_thread(self._own.remove, force=True)
+        except errors.APIError as error:
+            if error.status_code not in (404, 409):  # it is gone, or going
+                raise
+
+    async def _called(self, function: Any, seconds: float) -> Any:
+        """What a call of the SDK returns. Raises Ended, and ends the container, if it is late, or Docker says no."""
+        if self._why:
+            raise Ended(self._why)
+        try:
+            async with asyncio.timeout(seconds):
+                return await _in_thread(function)
+        except TimeoutError:
+            self._why = "Docker does not answer"
+        except Ended as error:
+            self._why = error.why
+        except _errors() as error:
+            self._why = " ".join(str(error).split())[:300]
+        raise Ended(self._why)
+
+    def _run(self, command: list[str], timeout_s: float, cwd: str) -> Result:
+        api, began = self._own.client.api, time.monotonic()
+        id = api.exec_create(self._own.id, command, workdir=cwd)["Id"]
+        first, last, lost = b"", b"", 0
+        for chunk in api.exec_start(id, stream=True):
+            room = OUTPUT // 2 - len(first)
+            first, last = first + chunk[: max(0, room)], last + chunk[max(0, room) :]
+            lost += max(0, len(last) - OUTPUT // 2)
+            last = last[-OUTPUT // 2 :]
+        seconds = time.monotonic() - began
+        code = api.exec_inspect(id)["ExitCode"]
+        if code is None:
+            raise Ended("its container has ended")
+        middle = f"\n... {lost} bytes left out ...\n".encode() if lost else b""
+        why = "wall" if code == 137 and seconds >= timeout_s else ""
+        return Result((first + middle + last).decode(errors="replace"), "", code, why, seconds)
+
+    def _get(self, path: str) -> bytes:
+        from docker import errors
+
+        try:
+            stream, about = self._own.get_archive(path)
+        except errors.NotFound as error:
+            if "no such container" in str(error).lower():
+                raise
+            raise FileNotFoundError(2, "No such file", path) from error
+        if about["size"] > FILE:
+            raise OSError(27, f"must have at most {FILE} bytes", path)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
+            found = archive.extractfile(archive.next() or posixpath.basename(path))
+            if found is None:
+                raise OSError(21, "is no file", path)
+            return found.read()
+
+
+def _archive(files: Mapping[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for path, content in files.items():
+            entry = tarfile.TarInfo(path.lstrip("/"))
+            entry.size, entry.mode = len(content), 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    return made.getvalue()
