@@ -158,7 +158,7 @@ TASKS = {
         groups=16, lr=5e-4,
     ),
     "repairs": Task(
-        "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=60, steps=40, groups=8, lr=5e-4,
+        "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=150, steps=40, groups=8, lr=1e-4,
         games=512, tasks="../examples/failing_programs.py",
     ),
 }  # fmt: skip

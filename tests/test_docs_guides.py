@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 
 import datasets
+import gateways
 import numpy as np
 import PIL.Image
 import pytest
@@ -195,6 +196,7 @@ def test_the_environment_guide(here, capfd):
 @pytest.mark.docs
 @pytest.mark.skipif(not sandbox.isolation().files, reason="needs namespaces")
 def test_the_terminal_guide(here, capfd):
+    Path("model/chat_template.jinja").write_text(gateways.TEMPLATE)
     follow("train-in-a-terminal")
     assert "accuracy" in capfd.readouterr().out and Path("runs/terminal/model").is_dir()
 

@@ -7,7 +7,10 @@ rows has a static method `rows(split, **options)`, which takes the same argument
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 
 def library(name: str, extra: str) -> ModuleType:
@@ -18,3 +21,17 @@ def library(name: str, extra: str) -> ModuleType:
         if error.name != name:
             raise
         raise ImportError(f"{name} is not installed: pip install 'areax[{extra}]'") from None
+
+
+def function(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool, in OpenAI's format."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call, which the policy wrote; None if they are no JSON object."""
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None

@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from . import arguments, function
+
 LARGEST = 1 << 27  # bytes of a message
 
 
@@ -40,12 +42,12 @@ class World:
         self._mcp = not own or {"tool_name", "arguments"} <= own.keys()
         if self._mcp:
             listed = (await self._asked("step", {"type": "list_tools"}))["observation"]["tools"]
-            self.tools = [_tool(one["name"], one["description"], one["input_schema"]) for one in listed]
+            self.tools = [function(one["name"], one["description"], one["input_schema"]) for one in listed]
         elif len(texts) == 1 and {*schema.get("required", own)} <= {*texts}:
             self._field = texts[0]
         else:
             properties = {"properties": own, "required": [name for name in schema.get("required", ()) if name in own]}
-            self.tools = [_tool("step", schema.get("description", ""), schema | properties)]
+            self.tools = [function("step", schema.get("description", ""), schema | properties)]
         return _text(data["observation"])
 
     async def step(self, message: Mapping[str, Any]) -> tuple[Any, float | None, bool]:
@@ -55,7 +57,7 @@ class World:
             return _text(data["observation"]), data["reward"], data["done"]
         seen, rewards, done = [], [], not message.get("tool_calls")
         for call in message.get("tool_calls", ()):
-            name, action = call["function"]["name"], _arguments(call["function"]["arguments"])
+            name, action = call["function"]["name"], arguments(call["function"]["arguments"])
             if action is None or name not in [tool["function"]["name"] for tool in self.tools]:
                 text = f"error: must be a call of a tool with a JSON object of arguments, got {name!r:.80}"
             else:
@@ -96,19 +98,6 @@ class World:
         advice = "; start it with a max_concurrent_envs of at least the episodes that run at the same time"
         full = told.get("code") == "CAPACITY_REACHED"
         raise RuntimeError(f"{self._url}: {told['message']} ({told.get('code')}){advice if full else ''}")
-
-
-def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def _arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call, which the policy wrote; None if they are no JSON object."""
-    try:
-        given = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return given if isinstance(given, dict) else None
 
 
 def _text(observation: Any) -> str:
