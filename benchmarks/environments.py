@@ -125,14 +125,14 @@ def steps(world: Any, said: list[str], chance: random.Random) -> str:
 
 
 def repairs(world: Any, said: list[str], chance: random.Random) -> str | dict:
-    """Looks at the program, then writes the sign that its comment means, or, more often, any."""
+    """Looks at the program, then writes the sign that its comment means, or, more often, a plus."""
     [name] = re.findall(r"/app/(\w+)\.py", said[0])
     if len(said) == 1:
         return bash(f"cat {name}.py")
     if len(said) > 3:
         return "Done."
     [word] = re.findall(r"the (\w+) of", said[-1])
-    sign = SIGNS[word] if chance.random() < RIGHT else chance.choice([*SIGNS.values()])
+    sign = SIGNS[word] if chance.random() < RIGHT else "+"
     return bash(f"sed -i 's|return .*|return a {sign} b|' {name}.py")
 
 

@@ -160,6 +160,8 @@ def test_an_inconsistent_answer_is_refused(change, message):
     [
         ([1, 2], {"type": "stop", "matched": 3}, "must end in the stop token, 3, got 2"),
         ([1, 2], {"type": "stop"}, r"must end in the stop token, \[9\], got 2"),
+        ([1, 2], {"type": "stop", "matched": 2}, r"must end in the stop token, \[9\], got 2"),
+        ([1, 9, 2], {"type": "abort", "message": ""}, "must end at the first stop token, got tokens after 9"),
         ([1, 2], {"type": "stop", "matched": "NaN happened"}, "must end in the stop token, NaN happened, got 2"),
         ([], {"type": "stop", "matched": 9}, "must have a token or more, got none, and the finish stop"),
         ([], {"type": "length", "length": 0}, "must have a token or more"),
@@ -242,14 +244,15 @@ def test_a_token_that_the_model_does_not_have_is_refused_streamed_or_not(token):
     run(main)
 
 
+@pytest.mark.parametrize("body", ["<html>Forbidden", "RBAC: Forbidden"])
 @pytest.mark.parametrize("status", [403, 404, 413, 451])
-def test_a_page_of_a_proxy_is_an_error_of_the_server_and_its_own_words_a_refusal(status):
-    page = aiohttp.web.Response(body=b"<html>Forbidden", status=status, content_type="text/html")
+def test_a_page_of_a_proxy_is_an_error_of_the_server_and_its_own_words_a_refusal(status, body):
+    page = aiohttp.web.Response(text=body, status=status)
 
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.script = [lambda *_: asyncio.sleep(0, page), answers(status, {"error": "no"})]
-            with pytest.raises(ServerError, match=f"/generate: HTTP {status}: <html>Forbidden"):
+            with pytest.raises(ServerError, match=f"/generate: HTTP {status}: {body}"):
                 await fleet.generate([1])
             with pytest.raises(ValueError, match=f"/generate: HTTP {status}: no"):
                 await fleet.generate([1])
@@ -324,6 +327,71 @@ def test_an_answer_has_bytes_for_the_tokens_that_were_asked_for(coding):
                 await fleet.generate([1], max_new_tokens=4)
             with pytest.raises(RuntimeError, match="/generate: the answer has more than 10[0-9]{5} bytes"):
                 await fleet.read([1, 2, 3])
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "first, last, words",
+    [([5, 5], [1, 2], "must have the tokens of those before it"), ([1, 2, 3], [1, 2], "3 tokens were streamed")],
+)
+def test_a_stream_whose_end_is_another_is_refused(first, last, words):
+    async def handler(request, _):
+        stream = aiohttp.web.StreamResponse()
+        await stream.prepare(request)
+        for ids, finish in ((first, None), (last, "length")):
+            event = reply(ids, [-1.0] * len(ids), [V0] * len(ids), finish)
+            await stream.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [handler]
+            with pytest.raises(ServerError, match=words):
+                await fleet.generate([1], max_new_tokens=3, on_tokens=lambda _: None)
+
+    run(main)
+
+
+def test_an_answer_that_claims_its_length_too_early_is_refused():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            short = reply([1], [-1.0], [V0], "length")
+            a.script = [answers(200, short)] * 2
+            done = await fleet.generate([1], max_new_tokens=8)  # of a server that reports no context
+            assert (done.tokens, done.finish) == ([1], "length")
+            fleet.servers[0].api.context = 100
+            with pytest.raises(ServerError, match="must have the 8 tokens asked for, got 1"):
+                await fleet.generate([1], max_new_tokens=8)
+            a.script = [answers(200, short)]
+            assert (await fleet.generate([1] * 90, max_new_tokens=8)).tokens == [1]  # it is full
+
+    run(main)
+
+
+def test_an_abort_that_comes_with_the_stop_token_ends_the_answer():
+    async def main():
+        async with serving() as a, client.connect([a.url], ends=[9]) as fleet:
+            a.script = [answers(200, reply([1, 9], [-1.0] * 2, [V0] * 2, "abort"))]
+            done = await fleet.generate([1], max_new_tokens=8)
+            assert done.tokens == [1, 9] and done.finish == "stop" and len(a.generated()) == 1
+
+    run(main)
+
+
+def test_a_first_push_that_fails_once_is_repeated(tmp_path):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+
+            async def once(request, body):
+                del a.refuse["/update_weights_from_disk"]
+                return aiohttp.web.Response(text="404 page not found", status=404)
+
+            a.refuse["/update_weights_from_disk"] = once
+            report = await push_weights(fleet, tmp_path, V1)
+            assert report.loaded == (a.url,) and fleet.version == 1
+            check(await fleet.generate([1], max_new_tokens=2), [1], 2)
 
     run(main)
 
@@ -1059,7 +1127,7 @@ def test_a_push_that_fails_on_all_servers_is_an_error(tmp_path):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.refuse["/update_weights_from_disk"] = answers(400, {"message": "no such file"})
-            with pytest.raises(RuntimeError, match=f"generation server is left .the push of {V1} failed: .*no such"):
+            with pytest.raises(RuntimeError, match="generation server is left .*HTTP 400: no such file"):
                 await push_weights(fleet, tmp_path, V1)
             with pytest.raises(RuntimeError, match="no usable generation server is left"):
                 await push_weights(fleet, tmp_path, V1)

@@ -1098,6 +1098,32 @@ def test_a_workflow_that_would_end_the_process_ends_the_run_with_a_reason(error,
         group_of(workflow, ROWS[:1])
 
 
+def test_a_group_of_server_errors_is_one(monkeypatch):
+    """As `asyncio.TaskGroup` raises it in a workflow that asks several times at once."""
+    tries = itertools.count()
+
+    async def workflow(generate, row):
+        async def asked(n):
+            if n < 2:
+                raise ServerError("http://one:1/generate: gone")
+            return await generate([1])
+
+        n = next(tries)
+        async with asyncio.TaskGroup() as tasks:
+            found = [tasks.create_task(asked(n)) for _ in range(2)]
+        return sampled([1], found[0].result(), temperature=1.0)
+
+    monkeypatch.setattr(episodes, "PAUSE_S", 0)
+    group_of(workflow, ROWS[:1], size=1)
+    assert next(tries) == 3
+
+    async def other(generate, row):
+        raise ExceptionGroup("both", [ServerError("gone"), KeyError("x")])
+
+    with pytest.raises(ExceptionGroup):
+        group_of(other, ROWS[:1], size=1)
+
+
 def test_warnings_of_one_kind_are_few(monkeypatch, caplog):
     """Those of a dead server, of which each episode in flight has one at each attempt."""
 

@@ -14,7 +14,7 @@ from test_rollout_workflows_multi_turn import SAMPLING, TOKENS, learnt, policy
 from areax.rollout import object_path
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes
-from areax.rollout.workflows import agents, failures, regroup
+from areax.rollout.workflows import agents, failures, regroup, resolve
 from areax.rollout.workflows.resolve import bind
 
 ROW = {"prompt": "2 + 2", "answer": "4"}
@@ -167,6 +167,21 @@ def test_a_program_runs_as_an_agent_in_its_own_process(said, wanted, tmp_path, c
     assert ("no idea what to do" in caplog.text) == (said == "crash")
 
 
+@pytest.mark.parametrize(
+    "says, wanted, words",
+    [
+        ("'{\"reward\": -1.0' + ' ' * 5000 + '}'", -1.0, ""),
+        ("'{\"reward\": ' + '9' * 5000 + '}'", math.nan, "begins like its result, a JSON object"),
+        ("'{\"reward\": 1'", math.nan, "begins like its result, a JSON object"),
+        ("'x' * 2**21", math.nan, "must have less than 1048576 bytes"),
+    ],
+)
+def test_a_program_s_last_line_is_its_result_or_an_error(says, wanted, words, tmp_path, caplog):
+    (tmp_path / "agent.py").write_text(f"{PROGRAM}\nimport json\nprint({says})\n".replace("print(17)\n", ""))
+    [sample] = play(agents.command(f"{sys.executable} {tmp_path}/agent.py"), "4")
+    assert sample.reward == pytest.approx(wanted, nan_ok=True) and words in caplog.text
+
+
 def test_a_program_sees_no_secret_unless_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")  # never the agent's
@@ -232,6 +247,8 @@ def test_online_users_open_sessions_themselves(monkeypatch):
 # -- names on the command line -------------------------------------------------------------------
 
 WORKFLOWS = """
+import asyncio
+
 async def plain(generate, row, *, tokenizer, extra=0):
     return tokenizer, extra
 
@@ -248,6 +265,26 @@ class Shared(Agent):
         return self.times
     async def aclose(self):
         Shared.closed.append(self.times)
+
+class Hangs(Agent):
+    async def aclose(self):
+        await asyncio.sleep(600)
+
+class Fails(Agent):
+    def aclose(self):
+        raise RuntimeError("already\\nclosed")
+
+class Ignores(Agent):
+    async def run(self, row, base_url):
+        while True:
+            try:
+                await asyncio.sleep(1)
+            except BaseException:
+                pass
+
+class Exits(Agent):
+    async def run(self, row, base_url):
+        raise SystemExit(3)
 
 class Entered(Agent):
     open = []
@@ -276,9 +313,9 @@ def file(tmp_path):
     return path
 
 
-def bound(name, **options):
+def bound(name, agent=None, **options):
     async def main():
-        how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING, options=options)
+        how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING, options=options, agent=agent)
         async with bind(name, **how) as workflow:
             return await workflow(None, ROW)
 
@@ -293,6 +330,22 @@ def test_agents_may_be_classes_or_objects(file):
     for name in ("Agent", "ready", "Shared"):
         assert bound(f"{file}:{name}") is None  # it made no requests
     assert object_path.load_object(f"{file}:Shared").closed == [1]  # at the end, if it can be
+
+
+@pytest.mark.parametrize("name, words", [("Hangs", "must return within 0.2 s"), ("Fails", "already closed")])
+def test_an_agent_that_cannot_be_closed_is_a_warning(file, monkeypatch, caplog, name, words):
+    monkeypatch.setattr(resolve, "CLOSE_S", 0.2)
+    assert bound(f"{file}:{name}") is None
+    *_, line = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert words in line and name in line and "\n" not in line
+
+
+def test_an_agent_that_ignores_its_time_limit_or_exits_is_named(file, monkeypatch, caplog):
+    monkeypatch.setattr(agents, "CANCEL_S", 0.2)
+    assert bound(f"{file}:Ignores", agent=agents.Options(timeout_s=0.2)) is None
+    assert "did not end within --agent.timeout-s, 0.2 s, and ignores its cancellation" in caplog.text
+    with pytest.raises(SystemExit):  # `episodes` names it
+        bound(f"{file}:Exits")
 
 
 COMPARING = """

@@ -75,6 +75,54 @@ def test_an_episode_ends_after_its_turns():
         play(policy, Countdown, turns=0)
 
 
+class Rewrites(Countdown):
+    """Changes a message that it has returned, and at last says more than any model reads."""
+
+    def reset(self, row):
+        self.seen = [{"type": "text", "text": "1+1"}]
+        self.left = 3
+        return [{"role": "user", "content": self.seen}]
+
+    def step(self, message):
+        self.seen[0]["text"] = "9+9"
+        self.left -= 1
+        return ("more" if self.left else "x" * 10**7), 1.0, False
+
+
+def test_what_a_world_has_said_stays_and_a_text_too_long_for_any_context_ends_the_episode():
+    policy = Policy("2", "2", "2")
+    samples = play(policy, Rewrites)
+    assert exact(policy, samples) and len(policy.said) == 3
+    assert "1+1" in policy.heard[-1] and "9+9" not in policy.heard[-1]
+
+
+class Exits(Countdown):
+    def __init__(self, where):
+        self.where = where
+        self.leave("init")
+
+    def leave(self, where):
+        if where == self.where:
+            raise SystemExit(4)
+
+    async def reset(self, row):
+        self.leave("reset")
+        return await super().reset({"from": 3})
+
+    def step(self, message):
+        self.leave("step")
+        return super().step(message)
+
+
+def test_a_world_that_exits_is_named(caplog):
+    name = f"{__file__}:Exits"
+    for where, what in (("init", "its constructor"), ("reset", "reset")):
+        with pytest.raises(ValueError, match=rf"cannot begin: {what}: it exited \(4\)"):
+            asyncio.run(environments.check(name, {}, tokenizer=TOKENS, options={"where": where}))
+    [sample] = play(Policy("2"), Exits, options={"where": "step"})
+    assert math.isnan(sample.reward) and "step: it exited (4)" in caplog.text
+
+
 class Duel:
     """Two players say numbers in turn; at the end the larger one wins."""
 

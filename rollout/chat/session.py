@@ -22,6 +22,7 @@ from . import conversation, images, template, trajectory
 from .detokenizer import Reader
 from .parsers import Answer, decoder, opened, said, style_for
 from .parsers import parse as parsed
+from .template import check_length
 from .trajectory import Interaction
 
 LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
@@ -98,6 +99,7 @@ class Session:
           ValueError: the template refuses the messages, an image cannot be read, or the server refuses the request.
           ServerError: the server failed.
         """
+        check_length(self._tokenizer, messages)
         given = messages, tools, dict(template or {}), self._temperature(sampling)
         long = images.within(messages) or sum(len(str(message.get("content"))) + 100 for message in messages) > LONG
         interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)

@@ -25,6 +25,8 @@ Message = Mapping[str, Any]
 GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")  # of transformers, unknown to Jinja
 # What rendering raises beside Jinja's own errors.
 FAILURES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+NO_LIMIT, UNSAID = 2**24, 2**16  # a tokenizer that knows no context says more; what it is taken for
+PER_TOKEN, BESIDES = 64, 2**16  # characters of a token at most, on average, and of a short context besides
 CALLED = "areax_called"  # a tool's name, for calls that stand for others
 PROPERTIES = {"areax": {"type": "string", "description": "areax"}}
 ASKED = {"role": "user", "content": "?"}
@@ -115,6 +117,26 @@ def _answerable(tokenizer: Any, asked: _Asked, ids: list[int], processor: images
     return Prompt(processor.expanded(ids, seen) if processor else ids, seen, text)
 
 
+def check_length(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for texts far longer than the model's context holds, before tokens are made of them: these need
+    a thousand times the memory."""
+    context = getattr(tokenizer, "model_max_length", 0)
+    context = context if 0 < context < NO_LIMIT else UNSAID
+    most = PER_TOKEN * context + BESIDES
+    length = sum(_length(message.get("content")) for message in messages)
+    if length > most:
+        raise ValueError(f"messages must have at most {most} characters, {context} tokens' worth, got {length}")
+
+
+def _length(content: Any) -> int:
+    """The characters of a message's texts."""
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, Sequence):
+        return 0
+    return sum(len(part["text"]) for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
 def readable(tokenizer: Any, talk: Conversation) -> Conversation:
     """A row's conversation; the assistant's messages without the end of turn that some texts have already, since the
     template adds one.
@@ -123,6 +145,7 @@ def readable(tokenizer: Any, talk: Conversation) -> Conversation:
       ValueError: the template does not read one of the variables, or does not show the tools or the calls.
     """
     check_variables(tokenizer, talk.variables)
+    check_length(tokenizer, talk.messages)
     check_calls(tokenizer, talk.messages, talk.tools)
     talk = talk._replace(messages=ended(tokenizer, talk.messages))
     written = lambda tools: render(tokenizer, talk.messages, tools, talk.variables, ask=False)

@@ -336,6 +336,9 @@ class Fleet:
             labels += part.labels
             if part.finish != "abort" or len(tokens) == most:
                 break
+            if tokens and tokens[-1] in sampling.get("stop_token_ids", ()) and not sampling["ignore_eos"]:
+                part = replace(part, finish="stop")  # the abort came with its last token
+                break
             late = until is not None and now() >= until
             if late and tokens:
                 break

@@ -115,7 +115,7 @@ async def push_weights(
     (weights/load.py). If a step fails or is cancelled half-way the server becomes `weights_unknown`: its requests move
     to other servers, and it gets none before it has loaded a published version completely. One that cannot be reached
     becomes `suspect`. The version counts as published once one server has it. If none does, all return to the previous
-    version and the push is repeated, `Timeouts.push_attempts` times in all.
+    version, or of a first push to this one, and the push is repeated, `Timeouts.push_attempts` times in all.
 
     Args:
       directory: a path that the servers see too (same machine or shared file system), unless they have stagers.
@@ -155,6 +155,8 @@ async def push_weights(
             failed = {url: result for url, result in by_url if isinstance(result, str)}
             if loaded:  # with files the arrays are no longer needed
                 fleet.published = replace(weights, arrays=None) if weights.directory else weights
+            elif fleet.published is None and attempt < attempts:  # no former version for them to return to
+                fleet.published = weights
         if loaded:
             break
         fleet.counts["undone"] += 1

@@ -172,14 +172,23 @@ async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_re
             try:
                 samples = await _played(workflow, _seeded(generate, seed, prompt, index, turns), row, check)
                 break
-            except ServerError as error:
-                if attempt == ATTEMPTS:
-                    raise
+            except (ServerError, BaseExceptionGroup) as raised:
+                error = _server_error(raised)  # a workflow's TaskGroup raises groups
+                if error is None or attempt == ATTEMPTS:
+                    raise error or raised from None
                 _warn(error, "prompt %d, episode %d, attempt %d", prompt, index, attempt)
                 on_retry()
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
         events.emit("episode", begun=begun, rows=samples)
     return samples
+
+
+def _server_error(error: BaseException) -> ServerError | None:
+    """The error, or the first of a group of nothing else; None if there is another kind."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, ServerError) else None
+    found = [_server_error(one) for one in error.exceptions]
+    return found[0] if all(found) else None
 
 
 def _warn(error: ServerError, what: str, *args: int) -> None:
@@ -214,8 +223,9 @@ async def _played(workflow, generate, row, check: Check) -> list[Sample]:
         ) from error
     try:
         result = await workflow(generate, own)
-    except SystemExit as error:
-        raise ValueError(f"the workflow exited ({error.code!r:.80}); {object_path.row(row)}") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        code = error.code if isinstance(error, SystemExit) else "KeyboardInterrupt"
+        raise ValueError(f"the workflow exited ({code!r:.80}); {object_path.row(row)}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -162,7 +162,7 @@ async def _answer(
     if 300 <= status < 400:
         target = keys.redacted(reply.headers.get("Location", "nowhere"))
         raise ServerError(f"{where}: HTTP {status}: it redirects to {target!r:.200}; give the server's own address")
-    page = data.lstrip().startswith(b"<")  # a proxy's, not the server's own
+    page = _is_page(data, status)  # a proxy's, not the server's own
     if 400 <= status < 500 and not (page and reply.method == "POST"):
         raise ValueError(f"{where}: HTTP {status}: {_message(data)}")
     if status in FAILED or (status >= 400 and page):
@@ -215,6 +215,18 @@ async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Calla
                 raise kind(f"{where}: {_message(data)}")
             on_event(last)
     raise Broken(f"{where}: the stream ended before its answer")
+
+
+def _is_page(data: bytes | bytearray, status: int) -> bool:
+    """Whether an answer is HTML, or an error in plain text: servers write JSON, or nothing."""
+    text = bytes(data).strip()
+    if text.startswith(b"<") or status < 400 or not text:
+        return text.startswith(b"<")
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _shown(data: bytes | bytearray) -> str:

@@ -61,11 +61,13 @@ class SGLang(Endpoint):
 
     Attributes:
       vocabulary: number of the model's tokens, whose ids it may return; 0 = unknown.
+      context: as in `Description`, once it has been described.
       has_checksums: it reports checksums of its weights; None = unknown.
       names_answers: its answers have had the name of their request.
     """
 
     vocabulary: int = 0
+    context: int = 0
     has_checksums: bool | None = None
     names_answers: bool = False
 
@@ -73,6 +75,7 @@ class SGLang(Endpoint):
         """The server's own description; raises as `call`."""
         weights = await self.reported_weights(timeout_s=timeout_s)
         info = await self.server_info(timeout_s=timeout_s)
+        self.context = answers.context(info)
         return Description(
             weights=weights,
             seeded=info.get("enable_deterministic_inference") is True,
@@ -82,7 +85,7 @@ class SGLang(Endpoint):
             released=any(state.get("released") for state in answers.states(info)),
             capacity=answers.positive(info, "max_total_num_tokens"),
             slots=answers.slots(info),
-            context=answers.context(info),
+            context=self.context,
         )
 
     async def health(self, *, timeout_s: float = 20.0) -> bool:
@@ -257,14 +260,15 @@ class SGLang(Endpoint):
         if experts_per_token:
             body["return_routed_experts"] = True
         asked = sampling.get("max_new_tokens", LONGEST)
-        seen = 0
+        seen: list[int] = []
 
         def on_event(event: Mapping[str, Any]) -> None:
             nonlocal seen
             ids = self._ids(event)
             self._check_number(ids, asked)
-            if on_tokens and len(ids) > seen:  # an event without new tokens is no progress
-                seen = len(ids)
+            self._check_stream(seen, ids)
+            if on_tokens and len(ids) > len(seen):  # an event without new tokens is no progress
+                seen = ids
                 on_tokens(ids)
 
         most = BESIDES + (len(prompt.tokens) + asked) * (A_TOKEN + EXPERTS * bool(experts_per_token))
@@ -274,7 +278,12 @@ class SGLang(Endpoint):
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
         part = self._part(answer, body["rid"], experts_per_token)
         self._check_number(part.tokens, asked)
-        if why := answers.wrong_end(part, sampling):
+        self._check_stream(seen, part.tokens)
+        if len(part.tokens) < len(seen):
+            raise ServerError(
+                f"{self.url}/generate: {len(seen)} tokens were streamed, the answer has {len(part.tokens)}"
+            )
+        if why := answers.wrong_end(part, sampling, len(prompt.tokens), self.context):
             raise ServerError(f"{self.url}/generate: {why}; look for a server, or a proxy, that changes answers")
         read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
         if prompt.images and read != sent:
@@ -335,6 +344,14 @@ class SGLang(Endpoint):
     def _check_number(self, tokens: Sequence[int], asked: int) -> None:
         if len(tokens) > asked:
             raise ServerError(f"{self.url}/generate: at most {asked} tokens were asked for, got {len(tokens)}")
+
+    def _check_stream(self, seen: Sequence[int], tokens: Sequence[int]) -> None:
+        both = min(len(seen), len(tokens))
+        if list(tokens[:both]) != list(seen[:both]):
+            raise ServerError(
+                f"{self.url}/generate: an event must have the tokens of those before it, got others; look for a proxy "
+                "that changes answers"
+            )
 
     def _ids(self, event: Mapping[str, Any]) -> list[int]:
         try:

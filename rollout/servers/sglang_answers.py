@@ -24,6 +24,7 @@ BULKY = (
     "routed_experts",
 )  # fmt: skip
 FINISHES = tuple(finish for finish in get_args(Finish) if finish != "error")  # which is a sample's alone
+RESERVED = 16  # tokens of the context that servers keep free
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
@@ -73,25 +74,33 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
     )  # fmt: skip
 
 
-def wrong_end(part: Part, sampling: Mapping[str, Any]) -> str:
+def wrong_end(part: Part, sampling: Mapping[str, Any], prompt: int, context: int) -> str:
     """Why an answer cannot end as it says it does; "" if it can.
 
     Args:
       sampling: of the request.
+      prompt: its tokens.
+      context: tokens of the server's longest sequence; 0 = unknown.
     """
-    if part.finish == "abort" or not sampling.get("max_new_tokens", 1):
+    asked = sampling.get("max_new_tokens", 0)
+    if asked == 0 and "max_new_tokens" in sampling:
         return ""
-    if not part.tokens:
-        return f"an answer must have a token or more, got none, and the finish {part.finish}"
     stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ())  # SGLang drops both
     if after := set(stops).intersection(part.tokens[:-1]):
         return f"an answer must end at the first stop token, got tokens after {min(after)}"
+    if part.finish == "abort":
+        return ""
+    if not part.tokens:
+        return f"an answer must have a token or more, got none, and the finish {part.finish}"
+    if part.finish == "length" and len(part.tokens) < asked and 0 < prompt + len(part.tokens) < context - RESERVED:
+        return f"an answer cut off at its length must have the {asked} tokens asked for, got {len(part.tokens)}"
     if part.finish == "stop":
         matched, last = part.info["finish_reason"].get("matched"), part.tokens[-1]
         by_text = any(sampling.get(name) for name in ("stop", "json_schema", "regex", "ebnf"))
-        ended = last in stops or not stops if matched is None else last == matched
+        ended = (matched is None or last == matched) and (last in stops or not stops)
         if not (ended or by_text):
-            return f"an answer that stops must end in the stop token, {matched or sorted(stops)}, got {last}"
+            wanted = sorted(stops) if matched in (None, last) else matched
+            return f"an answer that stops must end in the stop token, {wanted}, got {last}"
     return ""
 
 

@@ -34,7 +34,9 @@ from . import tools
 from .failures import Failures, line
 
 ALWAYS = "base_url", "api_key"  # what an agent that takes any arguments gets
-TAIL = 4000  # bytes read from the end of a command's output
+TAIL = 4000  # bytes read from the end of a command's errors
+CANCEL_S = 5.0  # in which a cancelled agent must end
+RESULT = 2**20  # and of its output, whose last line is its result
 LONGEST = 500  # characters of what a program printed, in an error
 
 
@@ -103,10 +105,9 @@ async def played(
             session = Session(generate, tokenizer, processor, sampling=sampling, style=options.style or "")
             key, result = gateway.open(session), None
             try:
-                async with asyncio.timeout(options.timeout_s):
-                    own = copy.deepcopy(dict(row))  # the reward must not see what the agent writes into it
-                    named = dict(api_key=key, session_id=session.id, admin_key=admin_key)
-                    result = await run(own, base_url=f"{gateway.url}/v1", **named)
+                own = copy.deepcopy(dict(row))  # the reward must not see what the agent writes into it
+                named = dict(api_key=key, session_id=session.id, admin_key=admin_key)
+                result = await _within(options.timeout_s, run(own, base_url=f"{gateway.url}/v1", **named))
                 await settle(session, result, reward, row)
                 failures.clear()
             except Exception as error:  # an agent may raise anything, often because of the policy's output
@@ -121,6 +122,44 @@ async def played(
             return session.samples(style=options.rows, discount=options.discount, row=row, result=result) or None
 
         yield episode
+
+
+_left: list[asyncio.Task[Any]] = []  # agents that ignore their cancellation
+
+
+@dataclass(frozen=True)
+class _Exited:
+    error: BaseException
+
+
+async def _within(seconds: float, work: Awaitable[Any]) -> Any:
+    """What `work` returns. Raises TimeoutError; RuntimeError if it ignores its cancellation, and is left behind."""
+
+    async def contained() -> Any:
+        try:
+            return await work
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the event loop
+            return _Exited(error)
+
+    task = asyncio.create_task(contained())
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done:
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
+            if not done:
+                asyncio.tasks._unregister_task(task)  # `asyncio.run` would wait for it for ever
+                _left.append(task)
+                raise RuntimeError(f"did not end within --agent.timeout-s, {seconds:g} s, and ignores its cancellation")
+            if task.cancelled() or not task.exception():
+                raise TimeoutError
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_S)
+        raise
+    if isinstance(result := task.result(), _Exited):
+        raise result.error
+    return result
 
 
 async def settle(session: Session, result: Any, reward: Callable[..., Awaitable[Any]], row: Mapping[str, Any]) -> None:
@@ -209,20 +248,23 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
             if process.returncode:
                 message = printable(" ".join(_tail(errors).split())[-LONGEST:])
                 raise RuntimeError(f"{words} exited with code {process.returncode}: {message}")
-            lines = _tail(out).split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
+            tail = _tail(out, RESULT)
+        said = tail.rstrip()
+        last = said.rpartition("\n")[2].strip()
+        if len(tail) >= RESULT and "\n" not in said:
+            raise RuntimeError(f"{words}: the last line, its result, must have less than {RESULT} bytes")
         try:
-            result = json.loads(last)
-        except ValueError:
-            return None
-        return result if isinstance(result, dict) else None
+            result = json.loads(last) if last.startswith("{") else None
+        except (ValueError, RecursionError) as error:
+            raise RuntimeError(f"{words}: the last line begins like its result, a JSON object: {error}") from error
+        return result
 
     return run
 
 
-def _tail(file: IO[bytes]) -> str:
-    """The last TAIL bytes of a file as text."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+def _tail(file: IO[bytes], most: int = TAIL) -> str:
+    """The last bytes of a file as text."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - most))
     return file.read().decode(errors="replace")
 
 

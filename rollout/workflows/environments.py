@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -237,6 +238,8 @@ async def _called(what: str, function: Callable[..., Any], *arguments: Any, seco
             return await tools.called(function, *arguments)
     except ServerError:
         raise
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise Failed(f"{what}: it exited ({getattr(error, 'code', type(error).__name__)!r:.80})") from error
     except Exception as error:  # a stranger's code may raise anything
         if isinstance(error, TimeoutError) and limit.expired():
             told = f"must return within step_timeout_s, {seconds:g} s, and did not; raise it in --env-options"
@@ -278,7 +281,7 @@ def _messages(what: str, seen: Any) -> list[dict[str, Any]]:
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError("it is neither")
         conversation.check(messages)
-        return [dict(one) for one in messages]
+        return [copy.deepcopy(dict(one)) for one in messages]  # the world may change them later
     except Exception as error:  # a stranger's classes may raise anything
         told = f"must return a text, or a list of messages, got {shown(seen)}; {one_line(error)}"
         raise Failed(f"{what} {told}") from error

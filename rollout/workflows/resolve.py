@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,8 +15,12 @@ from .. import object_path
 from ..chat import images
 from ..types import Sampling, Workflow
 from . import agents, areal, regroup, workflow_context
+from .failures import line
+
+log = logging.getLogger(__name__)
 
 ONLINE, COMMAND = "online", "exec:"
+CLOSE_S = 10.0  # in which an agent's `aclose` must return
 
 
 @contextlib.asynccontextmanager
@@ -98,11 +104,30 @@ async def bind(
             return
         run = agents.coroutine(found)
     async with (
-        contextlib.aclosing(found) if hasattr(found, "aclose") else contextlib.nullcontext(),
+        _closed(name, found) if hasattr(found, "aclose") else contextlib.nullcontext(),
         workflow_context.opened(reward) as shared,
         agents.played(run, name, **bound, options=agent) as workflow,
     ):
         yield with_regroup(workflow_context.within(shared, workflow), scored)
+
+
+@contextlib.asynccontextmanager
+async def _closed(name: str, found: Any) -> AsyncIterator[None]:
+    """Closes an agent at the end of the block. That it raises then, or hangs, is a warning: the run is complete."""
+    try:
+        yield
+    finally:
+        task = asyncio.create_task(_awaited(found.aclose))
+        await asyncio.wait({task}, timeout=CLOSE_S)
+        if not task.done():
+            task.cancel()
+            log.warning("agent %s: aclose must return within %g s, and did not; it is left behind", name, CLOSE_S)
+        elif not task.cancelled() and (error := task.exception()):
+            log.warning("agent %s: aclose: %s", name, line(error))
+
+
+async def _awaited(close: Callable[[], Awaitable[Any]]) -> None:
+    await close()
 
 
 def check(name: str, options: Mapping[str, Any], agent: agents.Options | None = None) -> None:
