@@ -159,7 +159,7 @@ TASKS = {
     ),
     "repairs": Task(
         "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=150, steps=40, groups=8, lr=1e-4,
-        games=512, tasks="../examples/failing_programs.py",
+        games=512, tasks="failing_programs.py",
     ),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ isolated = pytest.mark.skipif(not isolation().files, reason="needs namespaces")
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    subprocess.run([sys.executable, ROOT / "examples/failing_programs.py", folder, "3"], check=True)
+    subprocess.run([sys.executable, ROOT / "benchmarks/failing_programs.py", folder, "3"], check=True)
     return folder
 
 

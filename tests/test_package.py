@@ -78,7 +78,18 @@ def test_every_import_is_declared():
         *project["dependencies"],
         *(
             x
-            for name in ("torch", "vision", "gguf", "grammar", "tensorboard", "trackio", "wandb", "ray", "verifiers")
+            for name in (
+                "torch",
+                "vision",
+                "gguf",
+                "grammar",
+                "tensorboard",
+                "trackio",
+                "wandb",
+                "ray",
+                "verifiers",
+                "docker",
+            )
             for x in extras[name]
         ),
     ]

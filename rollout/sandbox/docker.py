@@ -46,7 +46,9 @@ async def start(
     how |= dict(nano_cpus=int(cpus * 1e9)) if cpus else {}
     try:
         return await _in_thread(_started, image, context, lifetime_s, how)
-    except _errors() as error:
+    except Exception as error:
+        if not _is_docker_s(error):
+            raise
         raise ServerError(f"docker: {' '.join(str(error).split())[:500]}") from error
 
 
@@ -54,11 +56,11 @@ async def _in_thread(function: Callable, *arguments: Any, **given: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_threads, functools.partial(function, *arguments, **given))
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    import requests
+def _is_docker_s(error: Exception) -> bool:
+    """Whether an error is the SDK's, or of its connection: those of requests are OSErrors without a number."""
     from docker import errors
 
-    return errors.DockerException, requests.exceptions.RequestException
+    return isinstance(error, errors.DockerException) or isinstance(error, OSError) and error.errno is None
 
 
 @functools.cache
@@ -135,7 +137,9 @@ class Container:
             self._why = "Docker does not answer"
         except Ended as error:
             self._why = error.why
-        except _errors() as error:
+        except Exception as error:
+            if not _is_docker_s(error):
+                raise
             self._why = " ".join(str(error).split())[:300]
         raise Ended(self._why)
 

@@ -1,6 +1,6 @@
 """Writes tasks in Harbor's format: small programs that do not do what they say, for a policy with a shell to repair.
 
-    python examples/failing_programs.py FOLDER [COUNT] [FIRST]
+    python benchmarks/failing_programs.py FOLDER [COUNT] [FIRST]
 
 Each has a function whose sign is not that of its comment; its tests call it with four pairs of numbers. Tasks are
 numbered from FIRST on; equal numbers are equal tasks.
