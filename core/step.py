@@ -169,7 +169,8 @@ def _compiled(f: Callable, **options) -> Callable:
     sparing = jax.jit(f, **options, compiler_options=memory)
 
     def chosen(arguments: tuple) -> Any:
-        sizes = (math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+        arrays = [x for x in jax.tree.leaves(arguments) if hasattr(x, "shape")]  # no learning rate
+        sizes = (math.prod(x.shape) * x.dtype.itemsize for x in arrays)
         return sparing if sum(sizes) > LARGE else plain
 
     def compiled(*arguments):
