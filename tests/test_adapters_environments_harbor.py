@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +59,16 @@ def test_tests_are_those_of_the_task(tasks):
     [row, *_] = harbor.World.rows("train", str(tasks))
     cheat = "mkdir -p /logs/verifier; echo 1 | tee /logs/verifier/reward.txt > /logs/verifier/reward.json"
     plant = "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh"
-    for commands in ([cheat, plant], ["kill -9 -1"]):
+    hidden = "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/.profile; chmod 0 /tests/."
+    full = "for i in $(seq 5000); do : > /tmp/$i; done"
+    for commands in (
+        [cheat, plant],
+        ["kill -9 -1"],
+        [hidden],
+        [full],
+        ["rm -rf /tmp/tests; : > /tmp/tests"],
+        ["\ud800"],
+    ):
         samples = play(Policy(*map(call, commands), "Done."), row, options={"name": str(tasks)})
         assert sum(sample.reward for sample in samples) == 0.0
 
@@ -88,7 +96,7 @@ def test_rewards_are_read_as_harbor_reads_them(tmp_path, tasks, caplog):
         (own / "task.toml").write_text(settings)
         caplog.clear()
         [sample] = play(Policy("x"), {"task": str(own)}, options={"name": str(own)})
-        assert math.isnan(sample.reward) if wanted is None else (sample.reward, sample.components) == wanted, name
+        assert (sample.reward, sample.components) == (wanted or (0.0, {})), name
         lines = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
         assert len(lines) == (wanted is None) and not any("Traceback" in line for line in lines)
 

@@ -160,7 +160,6 @@ def test_an_inconsistent_answer_is_refused(change, message):
     [
         ([1, 2], {"type": "stop", "matched": 3}, "must end in the stop token, 3, got 2"),
         ([1, 2], {"type": "stop"}, r"must end in the stop token, \[9\], got 2"),
-        ([1, 2], {"type": "stop", "matched": 2}, r"must end in the stop token, \[9\], got 2"),
         ([1, 9, 2], {"type": "abort", "message": ""}, "must end at the first stop token, got tokens after 9"),
         ([1, 2], {"type": "stop", "matched": "NaN happened"}, "must end in the stop token, NaN happened, got 2"),
         ([], {"type": "stop", "matched": 9}, "must have a token or more, got none, and the finish stop"),
@@ -361,11 +360,11 @@ def test_an_answer_that_claims_its_length_too_early_is_refused():
             a.script = [answers(200, short)] * 2
             done = await fleet.generate([1], max_new_tokens=8)  # of a server that reports no context
             assert (done.tokens, done.finish) == ([1], "length")
-            fleet.servers[0].api.context = 100
+            fleet.servers[0].api.context = 1000
             with pytest.raises(ServerError, match="must have the 8 tokens asked for, got 1"):
                 await fleet.generate([1], max_new_tokens=8)
             a.script = [answers(200, short)]
-            assert (await fleet.generate([1] * 90, max_new_tokens=8)).tokens == [1]  # it is full
+            assert (await fleet.generate([1] * 900, max_new_tokens=8)).tokens == [1]  # it is full
 
     run(main)
 

@@ -62,12 +62,13 @@ def test_files_come_and_go(provider):
             with pytest.raises(OSError, match="Read-only"):
                 await own.put({"/usr/x": b""})
             with pytest.raises(OSError, match="must have at most"):
-                await own.get("/bin/bash")
+                await own.run("head -c 5000000 /dev/zero > /app/big")
+                await own.get("/app/big")
         with pytest.raises(OSError):
             await own.get("/app")
         return result
 
-    result = on_a_machine(steps, provider, **({"files_bytes": 2**20} if provider == "local" else {}))
+    result = on_a_machine(steps, provider)
     assert (result.stdout, result.code) == ("a b\n", 7)
 
 

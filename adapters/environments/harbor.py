@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...rollout.processes.printable import one_line
 from ...rollout.sandbox import machine
 
 log = logging.getLogger(__name__)
@@ -151,8 +152,9 @@ class World:
         seen = []
         try:
             for call in message.get("tool_calls") or []:
-                told = await self._ran(call["function"]["arguments"])
-                seen.append({"role": "tool", "tool_call_id": call["id"], "name": "bash", "content": told})
+                name, given = call["function"]["name"], call["function"]["arguments"]
+                told = await self._ran(given) if name == "bash" else f"error: there is no tool {name!r:.80}, only bash"
+                seen.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": told})
         except machine.Ended as error:
             log.info("harbor: %s: %s", self._task.folder, error)
             return [], 0.0, True
@@ -169,7 +171,11 @@ class World:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return 'error: arguments of bash must be {"command": text}'
         seconds = min(COMMAND_S, max(0.1, self._until - time.monotonic()))
-        result = await self._machine.run(machine.in_shell(command, self._workdir, self._task.env), timeout_s=seconds)
+        command = machine.in_shell(command.encode(errors="replace").decode(), self._workdir, self._task.env)
+        try:
+            result = await self._machine.run(command, timeout_s=seconds)
+        except OSError as error:  # too long, or nothing can be written any more
+            return f"error: the command cannot be run: {error.strerror}"
         text = result.stdout
         if len(text) > SHOWN:
             half = SHOWN // 2
@@ -180,16 +186,15 @@ class World:
         return text or "[no output]"
 
     async def stop(self) -> dict[str, float]:
-        """Runs the task's tests, whose files the policy has not seen; returns the reward they write.
-
-        Raises:
-          RuntimeError: they have written none.
-        """
+        """Runs the task's tests, whose files the policy has not seen; returns the reward they write. If they write none
+        it is 0: who has a machine can break all that runs in it."""
         assert self._machine is not None
         env = {**self._task.env, **self._task.tests_env}
         command = f"chmod +x {TESTS}/test.sh; {TESTS}/test.sh > {LOGS}/test-stdout.txt 2>&1"
         try:
-            await self._machine.run(f"rm -rf {TESTS}/* {LOGS}; mkdir -p {TESTS} {LOGS}")
+            await self._machine.run(
+                f"mkdir -p {TESTS} {LOGS}; chmod -R u+rwX {TESTS}/ {LOGS}/; find {TESTS}/ {LOGS}/ -mindepth 1 -delete"
+            )
             await self._machine.put(self._task.files("tests", TESTS))
             command = machine.alone(command, self._workdir, env)
             result = await self._machine.run(command, timeout_s=self._task.tests_s)
@@ -198,11 +203,12 @@ class World:
                     return _rewards((await self._machine.get(f"{LOGS}/{name}")).decode())
                 except FileNotFoundError:
                     continue
-        except machine.Ended as error:
-            log.info("harbor: %s: %s", self._task.folder, error)
-            return {"reward": 0.0}
-        late = f" within {self._task.tests_s:g} s" if result.why else ""
-        raise RuntimeError(f"{self._task.folder}: tests/test.sh wrote no {LOGS}/reward.txt{late}")
+            late = f" within {self._task.tests_s:g} s" if result.why else ""
+            why = f"tests/test.sh wrote no {LOGS}/reward.txt{late}"
+        except (machine.Ended, OSError, ValueError) as error:
+            why = one_line(error)
+        log.warning("harbor: %s: reward 0, because %s", self._task.folder, why)
+        return {"reward": 0.0}
 
     async def close(self) -> None:
         if self._machine:

@@ -28,6 +28,7 @@ ADDRESS = re.compile(r".*//[^/:]*", re.ASCII)  # without a port, which is no wei
 REWARD, SINGLE_TURN = "areax.rollout.rewards:none", "areax.rollout.workflows:single_turn"
 # Entries of --env-options that are not the environment's:
 OF_PLAY = "turns", "step_timeout_s", "style", "workers", "environment"
+TESTS_S = 900.0  # seconds of a step that may run a task's tests, or of a start that builds its image
 HELDOUT = 1 << 30  # seeds from here on are for evaluation
 INSTEAD_OF = {"env": ("data", "reward")}  # required options that another stands for
 OF_CLASS = "make", "reward"  # options of TOOL_CLASS that are not the class's
@@ -101,7 +102,8 @@ def named(env: str, options: str) -> Environment:
     play = {name: given.pop(name) for name in OF_PLAY if name in given}
     if kind in WORLDS and name:
         world = f"areax.adapters.environments.{kind}:World"
-        return Environment(env, world, world, {"name": name, **given}, play)
+        limits = {"step_timeout_s": TESTS_S} if kind == "harbor" else {}
+        return Environment(env, world, world, {"name": name, **given}, limits | play)
     try:
         if environment_workers.counted(play.get("workers", 0), play.get("environment", ())):
             steps = _told(env, "", "{}", tuple(play.get("environment", ()))).steps

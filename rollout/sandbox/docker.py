@@ -7,11 +7,10 @@ import concurrent.futures
 import functools
 import hashlib
 import io
-import posixpath
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,15 @@ from . import Result
 from .machine import LATE_S, LIFETIME_S, Ended
 
 OUTPUT = 64 * 2**10  # bytes of a command's output that are kept: its beginning and its end
-FILE = 64 * 2**20  # bytes of a file that can be read
+FILE = 2**22  # bytes of a file that can be read
+NO_FILE = 0x8F280000  # bits of Go's os.FileMode of anything but a file
 LABEL = "areax"
-AT_ONCE = 64  # calls of the SDK, each in a thread
+AT_ONCE = 64  # commands, each in a thread
+STARTS = 4  # starts and ends at once
 _building = threading.Lock()
-_threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "docker")
+_commands = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "docker")
+_starts = concurrent.futures.ThreadPoolExecutor(STARTS, "docker-start")
+_ends = concurrent.futures.ThreadPoolExecutor(STARTS, "docker-end")
 
 
 async def start(
@@ -44,16 +47,22 @@ async def start(
     how: dict[str, Any] = dict(network_mode=network, pids_limit=processes, working_dir=workdir or None)
     how |= dict(mem_limit=f"{memory_mb}m", memswap_limit=f"{memory_mb}m") if memory_mb else {}
     how |= dict(nano_cpus=int(cpus * 1e9)) if cpus else {}
+    starting = _starts.submit(_started, image, context, lifetime_s, how)
     try:
-        return await _in_thread(_started, image, context, lifetime_s, how)
+        return await asyncio.wrap_future(starting)
+    except asyncio.CancelledError:
+        starting.add_done_callback(_unowned)
+        raise
     except Exception as error:
         if not _is_docker_s(error):
             raise
         raise ServerError(f"docker: {' '.join(str(error).split())[:500]}") from error
 
 
-async def _in_thread(function: Callable, *arguments: Any, **given: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(_threads, functools.partial(function, *arguments, **given))
+def _unowned(starting: concurrent.futures.Future[Container]) -> None:
+    """Removes a container that nobody waits for any more."""
+    if not starting.cancelled() and not starting.exception():
+        starting.result().remove()
 
 
 def _is_docker_s(error: Exception) -> bool:
@@ -117,24 +126,40 @@ class Container:
         return await self._called(functools.partial(self._get, path), LATE_S)
 
     async def aclose(self) -> None:
+        self._why = self._why or "it was closed"
+        await asyncio.wrap_future(_ends.submit(self.remove))
+
+    def remove(self) -> None:
         from docker import errors
 
-        self._why = self._why or "it was closed"
         try:
-            await _in_thread(self._own.remove, force=True)
+            self._own.remove(force=True)
         except errors.APIError as error:
             if error.status_code not in (404, 409):  # it is gone, or going
                 raise
 
     async def _called(self, function: Any, seconds: float) -> Any:
-        """What a call of the SDK returns. Raises Ended, and ends the container, if it is late, or Docker says no."""
+        """What a call of the SDK returns; its time begins with it. Raises Ended if the container has ended, ServerError
+        if Docker does not answer."""
         if self._why:
             raise Ended(self._why)
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def work() -> Any:
+            loop.call_soon_threadsafe(begun.set)
+            return function()
+
+        running = asyncio.wrap_future(_commands.submit(work))
         try:
+            await asyncio.wait(
+                {running, waiting := asyncio.create_task(begun.wait())}, return_when=asyncio.FIRST_COMPLETED
+            )
+            waiting.cancel()
             async with asyncio.timeout(seconds):
-                return await _in_thread(function)
-        except TimeoutError:
+                return await running
+        except TimeoutError as error:
             self._why = "Docker does not answer"
+            raise ServerError(f"docker: no answer within {seconds:g} s") from error
         except Ended as error:
             self._why = error.why
         except Exception as error:
@@ -169,13 +194,22 @@ class Container:
             if "no such container" in str(error).lower():
                 raise
             raise FileNotFoundError(2, "No such file", path) from error
-        if about["size"] > FILE:
-            raise OSError(27, f"must have at most {FILE} bytes", path)
-        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
-            found = archive.extractfile(archive.next() or posixpath.basename(path))
-            if found is None:
+        content = b""
+        try:
+            if about["mode"] & NO_FILE:
                 raise OSError(21, "is no file", path)
-            return found.read()
+            for piece in stream:
+                content += piece
+                if len(content) > FILE + 2**16:
+                    raise OSError(27, f"must have at most {FILE} bytes", path)
+        finally:
+            stream.close()  # else Docker waits for the rest to be read
+        try:
+            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                found = archive.extractfile(archive.next() or "")
+                return found.read() if found else b""
+        except (KeyError, tarfile.TarError) as error:
+            raise OSError(5, f"cannot be read: {error}", path) from error
 
 
 def _archive(files: Mapping[str, bytes]) -> bytes:

@@ -26,7 +26,8 @@ from . import Limits, Result, isolation, launch, turns
 LIFETIME_S = 3600.0
 PERIOD_S = 0.25  # between two checks of a machine's processes, of which many are idle
 LATE_S = 10.0  # after a command's time limit, for its answer
-LARGEST = 2**27  # bytes of an answer
+FILE = 2**22  # bytes of a file that can be read
+LARGEST = 2**23  # and of an answer
 ATTENDANT = Path(__file__).with_name("attendant.py")
 STATE = "/tmp/.shell"  # directory and exported variables of the last command
 PROVIDERS = {"local": ".machine", "docker": ".docker"}
@@ -155,14 +156,14 @@ class Local:
             seconds = asyncio.get_running_loop().time() - began
         try:
             return Result(str(told["stdout"]), "", int(told["code"]), str(told["why"]), seconds)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self._garbled(error) from error
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         await self._asked({"put": {path: base64.b64encode(data).decode() for path, data in files.items()}}, LATE_S)
 
     async def get(self, path: str) -> bytes:
-        told = await self._asked({"get": path, "most": self._limits.files_bytes}, LATE_S)
+        told = await self._asked({"get": path, "most": FILE}, LATE_S)
         try:
             return base64.b64decode(told["content"])
         except (KeyError, TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ BULKY = (
     "routed_experts",
 )  # fmt: skip
 FINISHES = tuple(finish for finish in get_args(Finish) if finish != "error")  # which is a sample's alone
-RESERVED = 16  # tokens of the context that servers keep free
+RESERVED = 512  # tokens of the context that servers may keep free, such as pages
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
@@ -97,10 +97,9 @@ def wrong_end(part: Part, sampling: Mapping[str, Any], prompt: int, context: int
     if part.finish == "stop":
         matched, last = part.info["finish_reason"].get("matched"), part.tokens[-1]
         by_text = any(sampling.get(name) for name in ("stop", "json_schema", "regex", "ebnf"))
-        ended = (matched is None or last == matched) and (last in stops or not stops)
+        ended = last in stops or not stops if matched is None else last == matched  # or a token of the model's own
         if not (ended or by_text):
-            wanted = sorted(stops) if matched in (None, last) else matched
-            return f"an answer that stops must end in the stop token, {wanted}, got {last}"
+            return f"an answer that stops must end in the stop token, {matched or sorted(stops)}, got {last}"
     return ""
 
 

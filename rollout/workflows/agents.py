@@ -127,6 +127,12 @@ async def played(
 _left: list[asyncio.Task[Any]] = []  # agents that ignore their cancellation
 
 
+def leave(task: asyncio.Task[Any]) -> None:
+    """Has `asyncio.run` not wait, for ever, for a task that ignores its cancellation."""
+    asyncio.tasks._unregister_task(task)
+    _left.append(task)
+
+
 @dataclass(frozen=True)
 class _Exited:
     error: BaseException
@@ -148,14 +154,15 @@ async def _within(seconds: float, work: Awaitable[Any]) -> Any:
             task.cancel()
             done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
             if not done:
-                asyncio.tasks._unregister_task(task)  # `asyncio.run` would wait for it for ever
-                _left.append(task)
+                leave(task)
                 raise RuntimeError(f"did not end within --agent.timeout-s, {seconds:g} s, and ignores its cancellation")
             if task.cancelled() or not task.exception():
                 raise TimeoutError
     except asyncio.CancelledError:
         task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_S)
+        done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
+        if not done:
+            leave(task)
         raise
     if isinstance(result := task.result(), _Exited):
         raise result.error

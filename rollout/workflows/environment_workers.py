@@ -69,6 +69,7 @@ class Workers:
             await made.call("", options)
         except BaseException:
             worker.worlds -= 1
+            worker.forget(made)
             raise
         return made
 
@@ -152,11 +153,19 @@ class _Worker:
         try:
             told = await answer
         except asyncio.CancelledError:
-            self.late.add(id)
+            if id in self._waiting:
+                self.late.add(id)
             raise
         if "error" in told:
             raise (ServerError if told.get("server") else RuntimeError)(str(told["error"]))
         return told
+
+    def forget(self, world: RemoteWorld) -> None:
+        """Closes a world that could not be made in time, whenever it is."""
+        if not self.lost:
+            id = next(self._ids)
+            self._waiting[id] = asyncio.get_running_loop().create_future()
+            self.child.send((id, world.number, "close", ()))
 
     async def _read(self) -> None:
         try:
@@ -182,7 +191,7 @@ class RemoteWorld:
     """A world in a worker; as `environments.World`."""
 
     def __init__(self, worker: _Worker):
-        self._worker, self._number = worker, next(_numbers)
+        self._worker, self.number = worker, next(_numbers)
         self.tools: Any = ()
         self.seats: Any = 1
         self.seat: Any = 0
@@ -202,7 +211,7 @@ class RemoteWorld:
             await self.call("close")
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        told = await self._worker.call(self._number, method, *arguments)
+        told = await self._worker.call(self.number, method, *arguments)
         vars(self).update({name: told[name] for name in SHOWN if name in told})
         return told.get("value")
 
@@ -226,11 +235,14 @@ def serve(handle: int, answers: int, world: str) -> None:
 async def _served(connection: socket.socket, out: BinaryIO, make: Any) -> None:
     reader, _writer = await asyncio.open_connection(sock=connection)
     worlds: dict[int, Any] = {}
+    closed: set[int] = set()  # before they were made
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(id: int, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
-            answer = json.loads(json.dumps(await _answer(worlds, make, number, method, arguments), default=_plain))
+            answer = json.loads(
+                json.dumps(await _answer(worlds, closed, make, number, method, arguments), default=_plain)
+            )
         except BaseException as error:  # any error must reach the waiting process
             answer = {"error": _line(error), "server": isinstance(error, ServerError)}
         put(out, {"id": id, **answer})
@@ -242,16 +254,22 @@ async def _served(connection: socket.socket, out: BinaryIO, make: Any) -> None:
             task.add_done_callback(tasks.discard)
 
 
-async def _answer(worlds: dict[int, Any], make: Any, number: int, method: str, arguments: tuple) -> dict[str, Any]:
+async def _answer(
+    worlds: dict[int, Any], closed: set[int], make: Any, number: int, method: str, arguments: tuple
+) -> dict[str, Any]:
     """Makes a world if there is no method; what a call of a world's returns, with its attributes."""
     if not method:
         own = worlds[number] = await tools.called(functools.partial(make, **arguments[0]))
-        return {"seats": getattr(own, "seats", 1)}
-    own = worlds.pop(number, None) if method == "close" else worlds[number]
+        if number not in closed:
+            return {"seats": getattr(own, "seats", 1)}
+        method = "close"
+    elif method == "close" and number not in worlds:
+        closed.add(number)
+        return {}
+    own = worlds.pop(number) if method == "close" else worlds[number]
     if method in ("reset", "step"):
         value = await tools.called(getattr(own, method), *arguments)
-        shown = {"tools": list(getattr(own, "tools", ())), "seat": getattr(own, "seat", 0)}
-        return {"value": value, **shown}
+        return {"value": value, "tools": list(getattr(own, "tools", ())), "seat": getattr(own, "seat", 0)}
     function = getattr(own, method, None)
     return {"value": await tools.called(function) if function else None}
 

@@ -22,6 +22,7 @@ from ..chat.session import Session
 from ..chat.trajectory import Interaction
 from ..errors import ServerError
 from ..processes.printable import one_line, shown
+from ..sandbox import turns as sandbox_turns
 from ..types import SEATS, Generate, Sample, Sampling
 from . import environment_workers, tools, workflow_context
 from .failures import Failures, line
@@ -112,12 +113,13 @@ async def play(
     async with workflow_context.current() as shared:
         failures = await shared.get(("failures", name), lambda: contextlib.nullcontext(Failures(f"environment {name}")))
         make = functools.partial(await _maker(shared, world, workers, environment), **(options or {}))
+        begin_s = max(step_timeout_s, environment_workers.START_S if workers else 0.0)
         call = functools.partial(_called, seconds=step_timeout_s)
         own: Any = None
         sessions: list[Session] = []
         try:
             try:
-                own = await call("its constructor", make)
+                own = await _called("its constructor", make, seconds=begin_s)
                 count = await call("seats", _seats, own)
                 seen = _messages("reset", await call("reset", _method(own, "reset"), row))
             except Failed as error:
@@ -162,7 +164,9 @@ async def _maker(shared: workflow_context.Shared, world: str, count: int, enviro
     """The class or function that makes a world, here or in a process."""
     if not environment_workers.counted(count, environment):
         return object_path.resolve(world)
-    made = await shared.get(("worlds", world), lambda: environment_workers.workers(world, count, environment))
+    made = await shared.get(
+        ("worlds", world, count, *environment), lambda: environment_workers.workers(world, count, environment)
+    )
     return made.begin
 
 
@@ -209,8 +213,9 @@ async def _check(
     make: Callable, row: Mapping[str, Any], tokenizer: Any, name: str, step_timeout_s: float, style: str
 ) -> None:
     call, own = functools.partial(_called, seconds=step_timeout_s), None
+    begin_s = max(step_timeout_s, environment_workers.START_S)
     try:
-        own = await call("its constructor", make)
+        own = await _called("its constructor", make, seconds=begin_s)
         await call("seats", _seats, own)
         messages = _messages("reset", await call("reset", _method(own, "reset"), row))
         if kit := await call("tools", _tools, own):
@@ -235,6 +240,7 @@ async def _called(what: str, function: Callable[..., Any], *arguments: Any, seco
     """What a world's function returns. Raises Failed, but ServerError as it is."""
     try:
         async with asyncio.timeout(seconds) as limit:
+            sandbox_turns.CLOCK.set(sandbox_turns.Clock(limit))  # time in which it waits for the sandbox does not count
             return await tools.called(function, *arguments)
     except ServerError:
         raise

@@ -121,13 +121,19 @@ async def _closed(name: str, found: Any) -> AsyncIterator[None]:
         await asyncio.wait({task}, timeout=CLOSE_S)
         if not task.done():
             task.cancel()
+            await asyncio.wait({task}, timeout=agents.CANCEL_S)
+            if not task.done():
+                agents.leave(task)
             log.warning("agent %s: aclose must return within %g s, and did not; it is left behind", name, CLOSE_S)
         elif not task.cancelled() and (error := task.exception()):
             log.warning("agent %s: aclose: %s", name, line(error))
 
 
 async def _awaited(close: Callable[[], Awaitable[Any]]) -> None:
-    await close()
+    try:
+        await close()
+    except (SystemExit, KeyboardInterrupt) as error:  # either would end the event loop
+        raise RuntimeError(f"it exited ({type(error).__name__})") from error
 
 
 def check(name: str, options: Mapping[str, Any], agent: agents.Options | None = None) -> None:
