@@ -166,18 +166,18 @@ def _compiled(f: Callable, **options) -> Callable:
     if hardware.platform() != "cpu":
         return plain
     memory = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    sparing = jax.jit(f, **options, compiler_options=memory)
+    frugal = jax.jit(f, **options, compiler_options=memory)
 
     def chosen(arguments: tuple) -> Any:
         arrays = [x for x in jax.tree.leaves(arguments) if hasattr(x, "shape")]  # no learning rate
         sizes = (math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-        return sparing if sum(sizes) > LARGE else plain
+        return frugal if sum(sizes) > LARGE else plain
 
     def compiled(*arguments):
         return chosen(arguments)(*arguments)
 
     compiled.lower = lambda *arguments: chosen(arguments).lower(*arguments)  # type: ignore[attr-defined]
-    compiled._cache_size = lambda: plain._cache_size() + sparing._cache_size()  # type: ignore[attr-defined]
+    compiled._cache_size = lambda: plain._cache_size() + frugal._cache_size()  # type: ignore[attr-defined]
     return compiled
 
 

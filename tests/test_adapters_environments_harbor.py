@@ -95,10 +95,23 @@ def test_rewards_are_read_as_harbor_reads_them(tmp_path, tasks, caplog):
         settings = (own / "task.toml").read_text().replace("timeout_sec = 30.0", "timeout_sec = 1.0")
         (own / "task.toml").write_text(settings)
         caplog.clear()
-        [sample] = play(Policy("x"), {"task": str(own)}, options={"name": str(own)})
+        [row] = harbor.World.rows("train", str(own))
+        [sample] = play(Policy("x"), row, options={"name": str(own)})
         assert (sample.reward, sample.components) == (wanted or (0.0, {})), name
         lines = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
         assert len(lines) == (wanted is None) and not any("Traceback" in line for line in lines)
+
+
+@isolated
+def test_a_task_is_its_content(tmp_path, tasks):
+    """Of which a run's rows have a hash, so that a changed task is refused at resume, too."""
+    own = tmp_path / "own"
+    subprocess.run(["cp", "-r", harbor.World.rows("train", str(tasks))[0]["task"], own], check=True)
+    [row] = harbor.World.rows("train", str(own))
+    (own / "tests/test.sh").write_text("#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
+    with pytest.raises(environments.ServerError, match="own was changed since the run began"):
+        play(Policy("x"), row, options={"name": str(own)})
+    assert harbor.World.rows("train", str(own)) != [row]
 
 
 def test_what_a_task_asks_for_and_cannot_have_is_refused(tmp_path, tasks):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from areax.rollout.errors import ServerError
+from areax.rollout.processes import folders
 from areax.rollout.sandbox import isolation, machine
 from areax.rollout.sandbox.machine import Ended, alone, in_shell
 
@@ -181,7 +182,7 @@ def test_a_machine_has_a_lifetime():
 def test_nothing_is_left():
     async def steps(own):
         await own.run("sleep 1000 &")
-        return own._process.pid, own._folder
+        return own._process.pid, [*Path(folders.of_process("sandbox")).glob("tmp*")]
 
-    pid, folder = on_a_machine(steps)
-    assert not Path(f"/proc/{pid}").exists() and not folder.exists()
+    pid, made = on_a_machine(steps)
+    assert len(made) == 1 and not made[0].exists() and not Path(f"/proc/{pid}").exists()

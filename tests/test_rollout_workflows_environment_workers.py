@@ -14,7 +14,7 @@ from fidelity import SAMPLING, Policy, exact
 from gateways import TOKENS
 
 from areax.rollout.errors import ServerError
-from areax.rollout.workflows import environment_workers, environments, workflow_context
+from areax.rollout.workflows import environment_rows, environments, workflow_context
 
 FILE = Path(__file__).with_name("worker_worlds.py")
 
@@ -98,21 +98,21 @@ def test_output_and_forks_do_not_reach_the_answers():
 
 def test_rows_are_read_in_a_process(monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
-    told = environment_workers.told(f"{FILE}:Rows", "eval", {"start": 1}, ())
-    assert told.steps and [(row["split"], row["n"]) for row in told.rows] == [("eval", 1), ("eval", 2)]
-    assert told.rows[0]["pid"] != os.getpid()
-    endless = environment_workers.told(f"{FILE}:Endless", "train", {"start": 5}, ()).rows
+    found = environment_rows.describe(f"{FILE}:Rows", "eval", {"start": 1}, ())
+    assert found.steps and [(row["split"], row["n"]) for row in found.rows] == [("eval", 1), ("eval", 2)]
+    assert found.rows[0]["pid"] != os.getpid()
+    endless = environment_rows.describe(f"{FILE}:Endless", "train", {"start": 5}, ()).rows
     for _ in range(2):
         assert [row["n"] for row in itertools.islice(endless, 3)] == [5, 6, 7]
-    assert environment_workers.told(f"{FILE}:Tools", "train", {}, ()) == (False, None)
-    assert environment_workers.told(f"{FILE}:Count", "train", {"whatever": 1}, ()) == (True, None)
+    assert environment_rows.describe(f"{FILE}:Tools", "train", {}, ()) == (False, None)
+    assert environment_rows.describe(f"{FILE}:Count", "train", {"whatever": 1}, ()) == (True, None)
     for world, options, why in (
         ("Rows", {"other": 1}, "unexpected keyword argument 'other'"), ("None_", {}, "there is no 'None_'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=why):
-            environment_workers.told(f"{FILE}:{world}", "train", options, ())
+            environment_rows.describe(f"{FILE}:{world}", "train", options, ())
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "environment_workers import tell" not in running
+    assert "environment_rows import write" not in running
 
 
 def test_options_of_workers_are_checked():

@@ -6,7 +6,9 @@ A task is a folder with task.toml, instruction.md, environment/ and tests/test.s
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -126,7 +128,8 @@ class World:
 
     @staticmethod
     def rows(split: str, name: str, *, heldout: str = "", **options: Any) -> Iterable[dict]:
-        """{"task"}, the folder, of each task, by name. Raises ValueError for one that cannot be played."""
+        """{"task", "sha256"} of each task, its folder and a hash of its files, by name. Raises ValueError for one that
+        cannot be played."""
         option, place = ("name", name) if split == "train" else ("heldout", heldout)
         if not place:
             raise ValueError(f'harbor: rows for {split} need "{option}" in --env-options, a folder of tasks')
@@ -134,16 +137,21 @@ class World:
         folders = [root] if (root / "task.toml").is_file() else sorted(p.parent for p in root.glob("*/task.toml"))
         if not folders:
             raise ValueError(f"harbor: must be a folder of tasks, or one with a task.toml, got {place}")
-        return [{"task": str(task(folder).folder.resolve())} for folder in folders]
+        return [{"task": str(task(folder.resolve()).folder), "sha256": _digest(folder)} for folder in folders]
 
     async def reset(self, row: Mapping[str, Any]) -> str:
-        """Starts the machine of the row's task; returns its instruction."""
+        """Starts the machine of the row's task; returns its instruction. Raises ValueError for a task that was changed
+        since its row was read."""
         self._task = task(Path(row["task"]))
+        if await asyncio.to_thread(_digest, self._task.folder) != row["sha256"]:
+            raise ValueError(
+                f"{self._task.folder} was changed since the run began; tasks of a run must stay as they are"
+            )
         self._machine = await self._start(self._image or self._task.image, self._task.folder / "environment",
                                           memory_mb=self._task.memory_mb, workdir=self._task.workdir)  # fmt: skip
         self._workdir = self._task.workdir or self._machine.workdir
         if self._task.image:
-            await self._machine.put(self._task.files("environment", self._workdir))
+            await self._machine.put(await asyncio.to_thread(self._task.files, "environment", self._workdir))
         self._until = time.monotonic() + self._task.agent_s
         return self._task.instruction
 
@@ -195,7 +203,7 @@ class World:
             await self._machine.run(
                 f"mkdir -p {TESTS} {LOGS}; chmod -R u+rwX {TESTS}/ {LOGS}/; find {TESTS}/ {LOGS}/ -mindepth 1 -delete"
             )
-            await self._machine.put(self._task.files("tests", TESTS))
+            await self._machine.put(await asyncio.to_thread(self._task.files, "tests", TESTS))
             command = machine.alone(command, self._workdir, env)
             result = await self._machine.run(command, timeout_s=self._task.tests_s)
             for name in ("reward.json", "reward.txt"):
@@ -213,6 +221,15 @@ class World:
     async def close(self) -> None:
         if self._machine:
             await self._machine.aclose()
+
+
+def _digest(folder: Path) -> str:
+    """A hash of all files of a task."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def _rewards(text: str) -> dict[str, float]:

@@ -13,8 +13,8 @@ from areax.adapters.command_line.options import flat, json_object, replaced
 from areax.recipes.shared import evaluation
 from areax.rollout import object_path
 from areax.rollout.scheduling.mixture import FIELD, Mixture
-from areax.rollout.workflows import environment_workers, environments
-from areax.rollout.workflows.environment_workers import Rows
+from areax.rollout.workflows import environment_rows, environment_workers, environments
+from areax.rollout.workflows.environment_rows import Rows
 
 # Files of adapters/environments:
 WORLDS = "aviary", "gymnasium", "harbor", "nemo_gym", "openenv", "openreward", "reasoning_gym", "textarena"
@@ -100,13 +100,15 @@ def named(env: str, options: str) -> Environment:
     if kind in AGENTS and name:
         return Environment(env, "", AGENT.format(kind), {"name": name, **given}, {})
     play = {name: given.pop(name) for name in OF_PLAY if name in given}
+    variables = play.get("environment", ())
+    workers = environment_workers.counted(play.get("workers", 0), variables)
     if kind in WORLDS and name:
         world = f"areax.adapters.environments.{kind}:World"
         limits = {"step_timeout_s": TESTS_S} if kind == "harbor" else {}
         return Environment(env, world, world, {"name": name, **given}, limits | play)
     try:
-        if environment_workers.counted(play.get("workers", 0), play.get("environment", ())):
-            steps = _told(env, "", "{}", tuple(play.get("environment", ()))).steps
+        if workers:
+            steps = _described(env, "", "{}", tuple(variables)).steps
         else:
             found = object_path.resolve(env)
             steps = not inspect.isclass(found) or hasattr(found, "step")
@@ -156,8 +158,8 @@ def expanded(config: Config) -> Config:
 
 
 @functools.lru_cache(maxsize=8)
-def _told(world: str, split: str, options: str, environment: tuple[str, ...]) -> environment_workers.Told:
-    return environment_workers.told(world, split, json.loads(options), environment)
+def _described(world: str, split: str, options: str, environment: tuple[str, ...]) -> environment_rows.Description:
+    return environment_rows.describe(world, split, json.loads(options), environment)
 
 
 def rows(env: str, options: str, split: Literal["train", "eval"]) -> Any:
@@ -167,7 +169,7 @@ def rows(env: str, options: str, split: Literal["train", "eval"]) -> Any:
     seeds = Rows(lambda: ({"seed": n} for n in itertools.count(begin)))
     given = {name: value for name, value in found.options.items() if found.world != TOOL_CLASS or name not in OF_CLASS}
     if found.play.get("workers"):
-        made = _told(found.own, split, json.dumps(given), tuple(found.play.get("environment", ()))).rows
+        made = _described(found.own, split, json.dumps(given), tuple(found.play.get("environment", ()))).rows
         return seeds if made is None else made
     own = object_path.load_object(found.own)
     if not isinstance(inspect.getattr_static(own, "rows", None), staticmethod):

@@ -125,7 +125,7 @@ def check_length(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> None:
     most = PER_TOKEN * context + BESIDES
     length = sum(_length(message.get("content")) for message in messages)
     if length > most:
-        raise ValueError(f"messages must have at most {most} characters, {context} tokens' worth, got {length}")
+        raise ValueError(f"messages must fit a context of {context} tokens, at most {most} characters, got {length}")
 
 
 def _length(content: Any) -> int:

@@ -51,21 +51,21 @@ async def start(
     try:
         return await asyncio.wrap_future(starting)
     except asyncio.CancelledError:
-        starting.add_done_callback(_unowned)
+        starting.add_done_callback(_remove_unowned)
         raise
     except Exception as error:
-        if not _is_docker_s(error):
+        if not _is_from_docker(error):
             raise
         raise ServerError(f"docker: {' '.join(str(error).split())[:500]}") from error
 
 
-def _unowned(starting: concurrent.futures.Future[Container]) -> None:
+def _remove_unowned(starting: concurrent.futures.Future[Container]) -> None:
     """Removes a container that nobody waits for any more."""
     if not starting.cancelled() and not starting.exception():
         starting.result().remove()
 
 
-def _is_docker_s(error: Exception) -> bool:
+def _is_from_docker(error: Exception) -> bool:
     """Whether an error is the SDK's, or of its connection: those of requests are OSErrors without a number."""
     from docker import errors
 
@@ -163,7 +163,7 @@ class Container:
         except Ended as error:
             self._why = error.why
         except Exception as error:
-            if not _is_docker_s(error):
+            if not _is_from_docker(error):
                 raise
             self._why = " ".join(str(error).split())[:300]
         raise Ended(self._why)

@@ -35,7 +35,8 @@ WORKDIR, PLACES = "/app", ("/tests", "/logs")
 
 
 class Ended(Exception):
-    """A machine is gone, with its files. `why` is the limit that it exceeded, as `sandbox.Result.why`, or a reason."""
+    """The machine is gone, and its files with it. `why` is the limit that it exceeded (`sandbox.Result.why`), or says
+    what ended it."""
 
     def __init__(self, why: str):
         super().__init__(f"the machine has ended: {why}")
@@ -112,21 +113,18 @@ async def start(image: str, context: Path, *, memory_mb: int = 0, workdir: str =
     kind = await asyncio.to_thread(isolation)
     if not kind.files:
         raise ServerError(f"sandbox: a machine needs namespaces, which this one does not grant ({kind.mode})")
-    folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
-    reports = launch.Reports().__enter__()
-    try:
+    command, where = [sys.executable, "-I", "-S", "-c", ATTENDANT.read_text()], (workdir or WORKDIR, *PLACES)
+    with contextlib.ExitStack() as opened:
+        folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
+        opened.callback(launch.remove, folder)
+        reports = opened.enter_context(launch.Reports())
         launch.fill(folder, {}, "")
-        command, where = [sys.executable, "-I", "-S", "-c", ATTENDANT.read_text()], (workdir or WORKDIR, *PLACES)
         process = await asyncio.create_subprocess_exec(
             *launch.arguments(kind.mode, folder, command, asdict(own), reports.writer, where, PERIOD_S),
             **launch.surroundings(reports.writer), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL, limit=LARGEST,
         )  # fmt: skip
-    except BaseException:
-        reports.__exit__()
-        await asyncio.to_thread(launch.remove, folder)
-        raise
-    made = Local(process, folder, reports, own)
+        made = Local(process, reports, own, opened.pop_all())
     try:
         await made.put({})  # it answers
     except Ended as error:
@@ -143,9 +141,12 @@ class Local:
 
     workdir = WORKDIR
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path, reports: launch.Reports, limits: Limits):
-        self._process, self._folder, self._reports, self._limits = process, folder, reports, limits
-        self._lock, self._why, self._closed = asyncio.Lock(), "", False
+    def __init__(
+        self, process: asyncio.subprocess.Process, reports: launch.Reports, limits: Limits,
+        opened: contextlib.ExitStack,
+    ):  # fmt: skip
+        self._process, self._reports, self._limits, self._opened = process, reports, limits, opened
+        self._lock, self._why = asyncio.Lock(), ""
         self._clock = asyncio.get_running_loop().call_later(limits.timeout_s, self._end, "wall")
 
     async def run(self, command: str, *, timeout_s: float = 60.0, cwd: str = "/") -> Result:
@@ -170,17 +171,12 @@ class Local:
             raise self._garbled(error) from error
 
     async def aclose(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         self._clock.cancel()
         self._why = self._why or "it was closed"
-        ended = asyncio.create_task(self._process.wait())
         try:
-            await launch.end(self._process, ended, [])
+            await launch.end(self._process, asyncio.create_task(self._process.wait()), [])
         finally:
-            self._reports.__exit__()
-            await asyncio.to_thread(launch.remove, self._folder)
+            await asyncio.to_thread(self._opened.close)
 
     def _end(self, why: str) -> None:
         self._why = self._why or why

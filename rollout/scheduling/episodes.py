@@ -174,8 +174,10 @@ async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_re
                 break
             except (ServerError, BaseExceptionGroup) as raised:
                 error = _server_error(raised)  # a workflow's TaskGroup raises groups
-                if error is None or attempt == ATTEMPTS:
-                    raise error or raised from None
+                if error is None or error is raised and attempt == ATTEMPTS:
+                    raise
+                if attempt == ATTEMPTS:
+                    raise error from raised
                 _warn(error, "prompt %d, episode %d, attempt %d", prompt, index, attempt)
                 on_retry()
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))

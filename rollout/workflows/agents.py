@@ -35,8 +35,8 @@ from .failures import Failures, line
 
 ALWAYS = "base_url", "api_key"  # what an agent that takes any arguments gets
 TAIL = 4000  # bytes read from the end of a command's errors
-CANCEL_S = 5.0  # in which a cancelled agent must end
 RESULT = 2**20  # and of its output, whose last line is its result
+CANCEL_S = 5.0  # in which a cancelled agent must end
 LONGEST = 500  # characters of what a program printed, in an error
 
 
@@ -124,13 +124,13 @@ async def played(
         yield episode
 
 
-_left: list[asyncio.Task[Any]] = []  # agents that ignore their cancellation
+_abandoned: list[asyncio.Task[Any]] = []  # kept, for Python would throw into them to remove them
 
 
-def leave(task: asyncio.Task[Any]) -> None:
+def abandon(task: asyncio.Task[Any]) -> None:
     """Has `asyncio.run` not wait, for ever, for a task that ignores its cancellation."""
     asyncio.tasks._unregister_task(task)
-    _left.append(task)
+    _abandoned.append(task)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Exited:
 
 
 async def _within(seconds: float, work: Awaitable[Any]) -> Any:
-    """What `work` returns. Raises TimeoutError; RuntimeError if it ignores its cancellation, and is left behind."""
+    """What `work` returns. Raises TimeoutError; RuntimeError if it ignores its cancellation, and is abandoned."""
 
     async def contained() -> Any:
         try:
@@ -154,7 +154,7 @@ async def _within(seconds: float, work: Awaitable[Any]) -> Any:
             task.cancel()
             done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
             if not done:
-                leave(task)
+                abandon(task)
                 raise RuntimeError(f"did not end within --agent.timeout-s, {seconds:g} s, and ignores its cancellation")
             if task.cancelled() or not task.exception():
                 raise TimeoutError
@@ -162,7 +162,7 @@ async def _within(seconds: float, work: Awaitable[Any]) -> Any:
         task.cancel()
         done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
         if not done:
-            leave(task)
+            abandon(task)
         raise
     if isinstance(result := task.result(), _Exited):
         raise result.error
@@ -255,10 +255,9 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
             if process.returncode:
                 message = printable(" ".join(_tail(errors).split())[-LONGEST:])
                 raise RuntimeError(f"{words} exited with code {process.returncode}: {message}")
-            tail = _tail(out, RESULT)
-        said = tail.rstrip()
+            said, all_of_it = _tail(out, RESULT).rstrip(), out.tell() <= RESULT
         last = said.rpartition("\n")[2].strip()
-        if len(tail) >= RESULT and "\n" not in said:
+        if "\n" not in said and not all_of_it:
             raise RuntimeError(f"{words}: the last line, its result, must have less than {RESULT} bytes")
         try:
             result = json.loads(last) if last.startswith("{") else None

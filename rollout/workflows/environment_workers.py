@@ -9,23 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import itertools
 import json
 import os
 import pickle
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from .. import object_path
 from ..errors import ServerError
-from ..processes import guard
 from ..processes.child import Child, opened, put
 from ..processes.environment import passed
 from . import tools
@@ -225,7 +220,7 @@ def serve(handle: int, answers: int, world: str) -> None:
         try:
             make = object_path.resolve(world)
         except BaseException as error:  # any error must reach the waiting process
-            put(out, {"error": _line(error)})
+            put(out, {"error": line(error)})
             return
         put(out, {})
         asyncio.run(_served(connection, out, make))
@@ -241,10 +236,10 @@ async def _served(connection: socket.socket, out: BinaryIO, make: Any) -> None:
     async def one(id: int, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             answer = json.loads(
-                json.dumps(await _answer(worlds, closed, make, number, method, arguments), default=_plain)
+                json.dumps(await _answer(worlds, closed, make, number, method, arguments), default=plain)
             )
         except BaseException as error:  # any error must reach the waiting process
-            answer = {"error": _line(error), "server": isinstance(error, ServerError)}
+            answer = {"error": line(error), "server": isinstance(error, ServerError)}
         put(out, {"id": id, **answer})
 
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -274,7 +269,7 @@ async def _answer(
     return {"value": await tools.called(function) if function else None}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A number of numpy as Python's; raises TypeError for anything else that is not JSON."""
     if isinstance(value, np.generic):
         return value.item()
@@ -283,100 +278,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"must be JSON to come from a process of its own, got {type(value).__name__}")
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
+    """An error of a world, in one line."""
     return str(error) if isinstance(error, ServerError) else object_path.line(error)
-
-
-class Told(NamedTuple):
-    """What a process says of a class.
-
-    Attributes:
-      steps: it is a World, with a method `step`.
-      rows: an iterable of its rows, a list if they have an end; None = it does not say.
-    """
-
-    steps: bool
-    rows: Iterable[dict] | None
-
-
-def told(world: str, split: str, options: Mapping[str, Any], environment: Sequence[str]) -> Told:
-    """What a class is, and its rows of a split (`rows(split, **options)`), which must be JSON.
-
-    Raises:
-      ValueError: it cannot be loaded, or its rows do not take the options.
-    """
-    how = world, split, json.dumps(dict(options)), passed(environment, OPTION)
-    lines = _lines(*how)
-    head = next(lines)
-    if head.get("count") is None:
-        lines.close()
-        return Told(head["steps"], Rows(functools.partial(_after, *how)) if head["rows"] else None)
-    return Told(head["steps"], list(lines))
-
-
-class Rows:
-    """What `make()` iterates over; the iteration can start anew."""
-
-    def __init__(self, make: Callable[[], Iterable[dict]]):
-        self._make = make
-
-    def __iter__(self) -> Iterator[dict]:
-        return iter(self._make())
-
-
-def _after(*how: Any) -> Iterator[dict]:
-    """The rows, without what comes before them."""
-    lines = _lines(*how)
-    next(lines)
-    yield from lines
-
-
-def _lines(world: str, split: str, options: str, environ: Mapping[str, str]) -> Generator[dict, None, None]:
-    """What `tell` says, in a process that ends with the iteration."""
-    answers, out = os.pipe()
-    with open(answers, encoding="utf-8") as stream:
-        given = f"{out}, {world!r}, {split!r}, {options!r}"
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import tell; tell({given})"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[out], env=dict(environ),
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(out)
-        guard.process(process.pid)
-        try:
-            for line in stream:
-                said = json.loads(line)
-                if "error" in said:
-                    raise ValueError(f"environment {world}: {said['error']}")
-                if "end" in said:
-                    return
-                yield said.get("row", said)
-            raise ValueError(f"environment {world}: the process that reads its rows ended; see its output")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            guard.process_ended(process.pid)
-
-
-def tell(out: int, world: str, split: str, options: str) -> None:
-    """The main function of a process that writes what `told` returns, as JSON lines: what is said, then each row."""
-    os.set_inheritable(out, False)
-    with open(out, "w", encoding="utf-8") as stream:
-        put_line = lambda content: print(json.dumps(content, default=_plain), file=stream, flush=True)
-        try:
-            own: Any = object_path.resolve(world)
-            given, rows = json.loads(options), None
-            if split and isinstance(inspect.getattr_static(own, "rows", None), staticmethod):
-                inspect.signature(own.rows).bind(split, **given)
-                rows = own.rows(split, **given)
-            count = len(rows) if rows is not None and hasattr(rows, "__getitem__") else None
-            steps = not inspect.isclass(own) or hasattr(own, "step")
-            put_line({"steps": steps, "rows": rows is not None, "count": count})
-            for row in rows or ():
-                put_line({"row": row})
-            put_line({"end": True})
-        except BrokenPipeError:  # enough was read
-            pass
-        except BaseException as error:  # any error must reach the waiting process
-            put_line({"error": _line(error)})

@@ -113,7 +113,7 @@ async def play(
     async with workflow_context.current() as shared:
         failures = await shared.get(("failures", name), lambda: contextlib.nullcontext(Failures(f"environment {name}")))
         make = functools.partial(await _maker(shared, world, workers, environment), **(options or {}))
-        begin_s = max(step_timeout_s, environment_workers.START_S if workers else 0.0)
+        begin_s = _begin_s(step_timeout_s, workers)
         call = functools.partial(_called, seconds=step_timeout_s)
         own: Any = None
         sessions: list[Session] = []
@@ -135,9 +135,8 @@ async def play(
                     break
                 if kit := await call("tools", _tools, own):
                     style_of_calls(f"environment {name} has tools", tokenizer, style)
-                if not (
-                    x := await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)
-                ):
+                x = await _answer(session, tokenizer, messages, tools=kit, calls=bool(kit), template=variables)
+                if not x:
                     break
                 messages.append(x.answer.message())
                 step = _method(own, "step")
@@ -158,6 +157,11 @@ async def play(
             await _close(own, call, name)
         made = [s.replace(seat=i) for i, one in enumerate(sessions) if one.interactions for s in one.samples(row=row)]
         return made or None
+
+
+def _begin_s(step_timeout_s: float, workers: int) -> float:
+    """Seconds in which a world must be made, of workers with their start."""
+    return max(step_timeout_s, environment_workers.START_S) if workers else step_timeout_s
 
 
 async def _maker(shared: workflow_context.Shared, world: str, count: int, environment: Sequence[str]) -> Callable:
@@ -206,14 +210,13 @@ async def check(
     counted(turns)
     async with workflow_context.opened() as shared:
         make = functools.partial(await _maker(shared, world, min(1, workers), environment), **(options or {}))
-        await _check(make, row, tokenizer, name or world, step_timeout_s, style)
+        await _check(make, row, tokenizer, name or world, style, step_timeout_s, _begin_s(step_timeout_s, workers))
 
 
 async def _check(
-    make: Callable, row: Mapping[str, Any], tokenizer: Any, name: str, step_timeout_s: float, style: str
+    make: Callable, row: Mapping[str, Any], tokenizer: Any, name: str, style: str, step_timeout_s: float, begin_s: float
 ) -> None:
     call, own = functools.partial(_called, seconds=step_timeout_s), None
-    begin_s = max(step_timeout_s, environment_workers.START_S)
     try:
         own = await _called("its constructor", make, seconds=begin_s)
         await call("seats", _seats, own)

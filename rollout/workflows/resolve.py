@@ -123,8 +123,8 @@ async def _closed(name: str, found: Any) -> AsyncIterator[None]:
             task.cancel()
             await asyncio.wait({task}, timeout=agents.CANCEL_S)
             if not task.done():
-                agents.leave(task)
-            log.warning("agent %s: aclose must return within %g s, and did not; it is left behind", name, CLOSE_S)
+                agents.abandon(task)
+            log.warning("agent %s: aclose must return within %g s, and did not; it is abandoned", name, CLOSE_S)
         elif not task.cancelled() and (error := task.exception()):
             log.warning("agent %s: aclose: %s", name, line(error))
 
