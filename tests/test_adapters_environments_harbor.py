@@ -66,7 +66,7 @@ def test_tests_are_those_of_the_task(tasks):
         ["kill -9 -1"],
         [hidden],
         [full],
-        ["rm -rf /tmp/tests; : > /tmp/tests"],
+        ["rm -rf /tmp/places/tests; : > /tmp/places/tests"],
         ["\ud800"],
     ):
         samples = play(Policy(*map(call, commands), "Done."), row, options={"name": str(tasks)})

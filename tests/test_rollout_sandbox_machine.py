@@ -5,14 +5,16 @@ With the name of an image in AREAX_DOCKER_IMAGE, which has bash and Python, the 
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from areax.rollout import sandbox
 from areax.rollout.errors import ServerError
 from areax.rollout.processes import folders
-from areax.rollout.sandbox import isolation, machine
+from areax.rollout.sandbox import isolation, launch, machine
 from areax.rollout.sandbox.machine import Ended, alone, in_shell
 
 isolated = pytest.mark.skipif(not isolation().files, reason="needs namespaces")
@@ -166,6 +168,31 @@ def test_what_cannot_be_started_is_said():
         machine.provider("clouds")
     with pytest.raises(ServerError, match="sandbox: .*memory|its processes were killed"):
         asyncio.run(machine.start("any", Path("/none"), memory_bytes=2**22))
+
+
+@isolated
+def test_a_python_below_tmp_is_read_only_in_a_machine(tmp_path, monkeypatch):
+    """As that of a checkout there; what can be written to lies elsewhere."""
+    (tmp_path / "package.py").write_text("x = 1")
+    tmp_path.chmod(0o755)
+    real = launch.python_folders()
+    monkeypatch.setattr(launch, "python_folders", lambda: [*real, str(tmp_path)])
+
+    async def steps(own):
+        said = await own.run(f"cat {tmp_path}/package.py; echo y > {tmp_path}/y; echo z > /app/z; cat /app/z")
+        return said.stdout
+
+    said = on_a_machine(steps)
+    assert said.startswith("x = 1") and "Read-only file system" in said and said.endswith("z\n")
+    before = tmp_path.stat()
+    assert asyncio.run(sandbox.run_python("print(1)")).stdout == "1\n" and tmp_path.stat() == before
+
+
+@isolated
+@pytest.mark.parametrize("workdir", ["/", "/usr/src/app", "/tests", "app", "/tmp", sys.prefix, "/etc/x"])
+def test_a_working_directory_that_is_taken_is_refused(workdir):
+    with pytest.raises(ValueError, match="workdir must be a folder of its own, such as /app, got"):
+        asyncio.run(machine.start("any", Path("/none"), workdir=workdir))
 
 
 @isolated

@@ -16,6 +16,9 @@ from typing import Any
 from ..errors import ServerError
 
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+SYSTEM = (  # folders that a sandbox has already, whatever is below them
+    "/usr/", "/bin/", "/sbin/", "/lib/", "/lib32/", "/lib64/", "/libx32/", "/nix/", "/etc/", "/dev/", "/proc/", "/tmp/",
+)  # fmt: skip
 STOP_S = 10.0  # for the supervisor to kill everything once it is asked to
 
 

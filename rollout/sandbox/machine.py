@@ -107,24 +107,29 @@ async def start(image: str, context: Path, *, memory_mb: int = 0, workdir: str =
     """
     if not image:
         raise ValueError(f"provider local has no images, and {context}/Dockerfile is one; use docker")
+    where = (workdir or WORKDIR, *PLACES)
+    own = f"{where[0].rstrip('/')}/"
+    above = any(f"{path}/".startswith(own) for path in (*launch.SYSTEM, *PLACES, *launch.python_folders()))
+    if above or own.startswith(launch.SYSTEM) or not own.startswith("/"):
+        raise ValueError(f"provider local: workdir must be a folder of its own, such as {WORKDIR}, got {workdir!r}")
     if memory_mb:
         limits = {"memory_bytes": memory_mb * 2**20, **limits}
-    own = Limits(**{"timeout_s": LIFETIME_S, "cpu_s": LIFETIME_S, **limits})
+    chosen = Limits(**{"timeout_s": LIFETIME_S, "cpu_s": LIFETIME_S, **limits})
     kind = await asyncio.to_thread(isolation)
     if not kind.files:
         raise ServerError(f"sandbox: a machine needs namespaces, which this one does not grant ({kind.mode})")
-    command, where = [sys.executable, "-I", "-S", "-c", ATTENDANT.read_text()], (workdir or WORKDIR, *PLACES)
+    command = [sys.executable, "-I", "-S", "-c", ATTENDANT.read_text()]
     with contextlib.ExitStack() as opened:
         folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
         opened.callback(launch.remove, folder)
         reports = opened.enter_context(launch.Reports())
         launch.fill(folder, {}, "")
         process = await asyncio.create_subprocess_exec(
-            *launch.arguments(kind.mode, folder, command, asdict(own), reports.writer, where, PERIOD_S),
+            *launch.arguments(kind.mode, folder, command, asdict(chosen), reports.writer, where, PERIOD_S),
             **launch.surroundings(reports.writer), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL, limit=LARGEST,
         )  # fmt: skip
-        made = Local(process, reports, own, opened.pop_all())
+        made = Local(process, reports, chosen, opened.pop_all())
     try:
         await made.put({})  # it answers
     except Ended as error:

@@ -22,6 +22,7 @@ WAITING = 2**18  # bytes that may wait in a socket, which no process maps: Linux
 INODES = 4096  # most files and folders in the sandbox's file system
 ROOM = 2**20  # bytes reserved there for folders and the program, so that the limit of one file is reached first
 HOME = "/tmp/work"
+PLACES = "/tmp/places"  # has the folders that links elsewhere lead to
 NOBODY = 65534
 OWN_USERS = 2**30  # plus the process id: a user id that is not in use
 NAMESPACES = ("namespaces", "user namespaces")  # of the four modes; the others are "own user" and "same user"
@@ -263,10 +264,10 @@ def make_root(spec: dict) -> None:
             seal(inside, AT_RECURSIVE)
     os.symlink("/tmp", f"{root}/dev/shm")
     for path in spec["places"]:
-        os.makedirs(f"{root}/tmp{path}", exist_ok=True)
+        os.makedirs(f"{root}{PLACES}{path}")
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
-        os.symlink(f"/tmp{path}", root + path)
-    for folder, _, _ in os.walk(f"{root}/tmp"):
+        os.symlink(PLACES + path, root + path)
+    for folder, _, _ in os.walk(root + PLACES):
         os.chown(folder, uid, uid)
     os.mkdir(root + HOME, 0o700)
     os.chown(root + HOME, uid, uid)
