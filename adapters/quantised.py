@@ -88,6 +88,11 @@ class Float8:
                 )
             table = (FLOAT8 * scale[:, None]).astype(BF16).view(np.uint16).ravel()
             start, stop = np.searchsorted(row, (block, block + 1))
+            if not scale.all() and (codes[start:stop, scale[column - first] == 0] & 0x7F).any():
+                raise ValueError(
+                    f"{self.name}: a scale must not be 0 where values are not, got a block that it makes 0; use another "
+                    "checkpoint"
+                )
             for rows in _runs(start, stop, len(index)):
                 places_of = index[: rows.stop - rows.start]
                 places_of[...] = codes[rows]

@@ -362,6 +362,7 @@ INF = f"{SCALE} are not finite"  # said by what looks at the stored tensors firs
         (lambda t: t[SCALE].__setitem__((2, 5), np.nan), f"{UP}: scales must lie in .0, 7.6e.35., got nan|{INF}"),
         (lambda t: t[SCALE].__setitem__((0, 0), np.inf), f"{UP}: scales must lie in .*, got inf; use another|{INF}"),
         (lambda t: t[SCALE].__setitem__((0, 1), -1e37), f"{UP}: scales must lie in .*, got -1e.37; use another"),
+        (lambda t: t[SCALE].__setitem__((1, 2), 0), f"{UP}: a scale must not be 0 where values are not"),
         (lambda t: t.update({UP: t[UP].ravel(), SCALE: t[SCALE]}), f"{UP} is in FP8 and must be a matrix, got .6912."),
         (lambda t: t.update({UP: t[UP].astype(np.float32).astype(ml_dtypes.float8_e5m2)}), "is float8_e5m2; copy"),
         (lambda t: t.update({UP: t[UP][:-1].copy()}), r"must be \[72, 96\] by config.json, got \[71, 96\]"),

@@ -1088,11 +1088,19 @@ def test_wrong_samples_again_and_again_end_the_run_with_the_reason():
 
 @pytest.mark.parametrize(
     "error, words",
-    [(SystemExit("no more"), "the workflow exited .'no more'."), (asyncio.CancelledError(), "raised CancelledError")],
+    [
+        (SystemExit("no more"), "the workflow exited .'no more'."),
+        (GeneratorExit(), "the workflow exited .'GeneratorExit'."),
+        (asyncio.CancelledError(), "raised CancelledError"),
+        (None, "cancelled its own task"),
+    ],
 )
 def test_a_workflow_that_would_end_the_process_ends_the_run_with_a_reason(error, words):
     async def workflow(generate, row):
-        raise error
+        if error is not None:
+            raise error
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
 
     with pytest.raises(ValueError, match=f"{words}.*row id 0"):
         group_of(workflow, ROWS[:1])

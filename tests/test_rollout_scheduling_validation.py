@@ -113,6 +113,20 @@ def test_a_wrong_value_is_named(fields, words):
     assert len(found) < 300 and "\n" not in found
 
 
+def test_a_sample_of_a_subclass_is_read_as_its_fields():
+    class Own(Sample):
+        pass
+
+    class Failing(Sample):
+        logp = property(lambda self: 1 / 0)
+
+    fields = {field.name: getattr(GOOD, field.name) for field in dataclasses.fields(Sample)}
+    assert type(checked(Own(**fields))) is Sample
+    broken = object.__new__(Failing)
+    vars(broken).update(fields)
+    assert re.search("a sample must have fields that can be read, got .*Failing", violation(broken))
+
+
 def test_a_sample_is_not_older_than_its_group():
     assert violation(GOOD, oldest=7) == ""
     assert violation(GOOD, oldest=8) == "version must be at least 8, at which the group was admitted, got 7"

@@ -127,7 +127,7 @@ async def group(
             _warn(error, "prompt %d continues without episode %d", prompt, index)
             return []
 
-    played = await _together([episode(index) for index in range(size)])
+    played = await _together([episode(index) for index in range(size)], row)
     if lost and on_lost:
         if sum(map(bool, played)) < least:
             raise lost[0]
@@ -225,8 +225,8 @@ async def _played(workflow, generate, row, check: Check) -> list[Sample]:
         ) from error
     try:
         result = await workflow(generate, own)
-    except (SystemExit, KeyboardInterrupt) as error:
-        code = error.code if isinstance(error, SystemExit) else "KeyboardInterrupt"
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        code = error.code if isinstance(error, SystemExit) else type(error).__name__
         raise ValueError(f"the workflow exited ({code!r:.80}); {object_path.row(row)}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
@@ -279,11 +279,19 @@ def _seeded(generate, seed, prompt, index, turns) -> Generate:
     return bound
 
 
-async def _together(coroutines: Sequence[Coroutine]) -> list:
-    """The results in order; the first error cancels the others and is raised unchanged."""
+async def _together(coroutines: Sequence[Coroutine], row: Mapping[str, Any]) -> list:
+    """The results in order; the first error cancels the others and is raised unchanged.
+
+    Raises ValueError, which names the row, if one cancelled its own task.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ValueError(f"the workflow cancelled its own task; {object_path.row(row)}") from error
     finally:
         await stop(tasks)
 

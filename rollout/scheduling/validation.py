@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NoReturn, get_args
 
 import numpy as np
@@ -34,6 +35,8 @@ def checked(
     Raises:
       ValueError: a value is wrong: "FIELD must ..., got ...".
     """
+    if type(sample) is not Sample:
+        sample = _plain(sample)
     given = _read(np.array, sample.tokens)
     n = given.size if given is not None else 0
     if not n:
@@ -91,6 +94,14 @@ def like_first(sample: Sample, first: Mapping[str, str]) -> Sample:
         said = lambda some: {name: some[name] for name in differ if name in some}
         _wrong("arrays", f"be those of the first sample, of which {said(first)} differ", said(own))
     return sample
+
+
+def _plain(sample: Sample) -> Sample:
+    """A sample of a subclass, whose fields may be code, as one of values."""
+    made = _read(lambda x: {field.name: getattr(x, field.name) for field in fields(Sample)}, sample)
+    if made is None:
+        _wrong("a sample", "have fields that can be read", type(sample).__name__)
+    return Sample(**made)
 
 
 def _read(how: Callable[[Any], Any], value: Any) -> Any:
