@@ -90,8 +90,8 @@ class Float8:
             start, stop = np.searchsorted(row, (block, block + 1))
             if not scale.all() and (codes[start:stop, scale[column - first] == 0] & 0x7F).any():
                 raise ValueError(
-                    f"{self.name}: a scale must not be 0 where values are not, got a block that it makes 0; use another "
-                    "checkpoint"
+                    f"{self.name}: a scale must not be 0 where values are not, got a block that it makes 0; use "
+                    "another checkpoint"
                 )
             for rows in _runs(start, stop, len(index)):
                 places_of = index[: rows.stop - rows.start]

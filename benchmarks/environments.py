@@ -73,7 +73,7 @@ class Task:
     imitation: int = 200
     steps: int = 60
     groups: int = 64
-    lr: float = 2e-4
+    lr: float = 5e-4
     games: int = 4096
     server: str = ""
     tasks: str = ""
@@ -103,13 +103,11 @@ def legs(world: Any, said: list[str], chance: random.Random) -> str:
 
 
 def guesses(world: Any, said: list[str], chance: random.Random) -> str:
-    """Halves the range that is left, or, more often, guesses anywhere."""
+    """Halves the range that is left, or, more often, guesses its lowest number."""
     low, high = 1, world._options["max_number"]
     for guess, hint in re.findall(r"\[Player\] \[(\d+)\]\n\[GAME\] The target number is (\w+)", "\n".join(said)):
         low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
-    if chance.random() < RIGHT and low <= high:
-        return f"[{(low + high) // 2}]"
-    return f"[{chance.randint(1, world._options['max_number'])}]"
+    return f"[{(low + high) // 2 if chance.random() < RIGHT else low}]"
 
 
 def moves(world: Any, said: list[str], chance: random.Random) -> str:
@@ -144,6 +142,7 @@ def bash(command: str) -> dict:
 TASKS = {
     "chain_sum": Task(
         "reasoning_gym:chain_sum", sums, 0.9, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        steps=100,
     ),
     "gcd": Task("reasoning_gym:gcd", divisors, 0.9, {"min_value": 1, "max_value": 12}),
     "legs": Task(
@@ -152,10 +151,10 @@ TASKS = {
     "guess": Task(
         "textarena:GuessTheNumber-v0", guesses, 0.9, {"max_number": 7, "max_turns": 3}, tokens=8, length=512, groups=16
     ),
-    "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", groups=16, lr=5e-4),
+    "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", groups=16),
     "kuhn_poker": Task(
         "textarena:KuhnPoker-v0", moves, 0.1, {"players": 2, "max_rounds": 1}, tokens=8, length=512, steps=40,
-        groups=16, lr=5e-4,
+        groups=16,
     ),
     "repairs": Task(
         "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=150, steps=40, groups=8, lr=1e-4,
