@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import itertools
 import json
+import os
 import random
 import re
 import socket
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import calculator
 
 from areax.recipes.shared import environments
 from areax.rollout import object_path
@@ -43,6 +46,7 @@ TEMPLATE = """
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+HERE = str(Path(__file__).parent)
 SIGNS = {"sum": "+", "difference": "-", "product": "*", "quotient": "//"}
 HELDOUT = 200  # tasks
 MATCHES = 1000  # games of each seat against the former policy
@@ -56,7 +60,8 @@ class Task:
     Attributes:
       env: as of `--env`; {} stands for the address where `server` serves it, or the folder that `tasks` writes.
       player: a player's answer, a text or a message in OpenAI's format, from the environment, what was said so far, and
-        a source of chance.
+        a source of chance; of an environment that calls the model itself all its conversations, endlessly, from how
+        often it is right and a source of chance.
       level: mean reward on held-out tasks, or against the former policy, that training must reach.
       imitation, steps: of SFT, and of GRPO.
       games: that are imitated.
@@ -65,7 +70,7 @@ class Task:
     """
 
     env: str
-    player: Callable[[Any, list[str], random.Random], str | dict]
+    player: Callable[..., Any]
     level: float
     options: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 16
@@ -134,8 +139,20 @@ def repairs(world: Any, said: list[str], chance: random.Random) -> str | dict:
     return bash(f"sed -i 's|return .*|return a {sign} b|' {name}.py")
 
 
+def looks(world: Any, said: list[str], chance: random.Random) -> str | dict:
+    """Searches for the person, or, more often, for a word of the question, and answers with the first town."""
+    if len(said) == 2:
+        [name] = re.findall(r"does (\w+) live", said[-1])
+        return called("search", query=name if chance.random() < RIGHT else "town")
+    return f"<answer>{re.findall(r'town of (.+?)[.]', said[-1])[0]}</answer>"
+
+
 def bash(command: str) -> dict:
-    call = {"id": "call", "type": "function", "function": {"name": "bash", "arguments": {"command": command}}}
+    return called("bash", command=command)
+
+
+def called(name: str, /, **arguments: str) -> dict:
+    call = {"id": "call", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -156,6 +173,14 @@ TASKS = {
         "textarena:KuhnPoker-v0", moves, 0.1, {"players": 2, "max_rounds": 1}, tokens=8, length=512, steps=40,
         groups=16,
     ),
+    "calculator": Task(
+        "verifiers:calculator", calculator.conversations, 0.9, tokens=48, length=512, imitation=150, groups=16,
+        games=1024,
+    ),
+    "places": Task(
+        "search:{}", looks, 0.9, {"corpus": "{}/corpus.jsonl", "k": 1}, tokens=32, length=512, imitation=150, groups=16,
+        games=1024, tasks="places.py",
+    ),
     "repairs": Task(
         "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=150, steps=40, groups=8, lr=1e-4,
         games=512, tasks="failing_programs.py",
@@ -165,9 +190,12 @@ TASKS = {
 
 def games(task: Task, env: str, options: dict) -> Iterator[dict]:
     """Conversations of the task's player: of each seat in an episode of each row."""
-    rows, chance = environments.rows(env, json.dumps(options), "train"), random.Random(0)
-    found = environments.named(env, json.dumps(options))
-    for row in itertools.islice(rows, task.games // task.players):
+    chance, found = random.Random(0), environments.named(env, json.dumps(options))
+    if not found.world:
+        yield from itertools.islice(task.player(RIGHT, chance), task.games)
+        return
+    rows = environments.rows(env, json.dumps(options), "train")
+    for row in itertools.islice(itertools.cycle(rows), task.games // task.players):
         world, told = object_path.resolve(found.own)(**found.options), [[] for _ in range(task.players)]
         asyncio.run(_game(task.player, world, row, chance, told))
         tools = {"tools": list(world.tools)} if getattr(world, "tools", ()) else {}
@@ -223,7 +251,8 @@ def base(folder: Path, texts: list[str]) -> None:
 
 def areax(*words: str) -> dict:
     """Runs a command, and returns the summary in its `--out`."""
-    subprocess.run([sys.executable, "-m", "areax", *words], check=True)
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-m", "areax", *words], check=True, env=own)
     return json.loads((Path(words[words.index("--out") + 1]) / "summary.json").read_text())
 
 
@@ -311,9 +340,10 @@ def served(task: Task, out: Path) -> Iterator[tuple[str, dict]]:
     """`--env` and its options; while its server, if it has one, runs."""
     if task.tasks:
         for name, count, first in (("tasks", 4096, 0), ("heldout", HELDOUT, 1 << 20)):
-            script = str(Path(__file__).parent / task.tasks)
+            script = str(Path(HERE) / task.tasks)
             subprocess.run([sys.executable, script, str(out / name), str(count), str(first)], check=True)
-        yield task.env.format(out / "tasks"), {**task.options, "heldout": str(out / "heldout")}
+        given = {name: x.format(out) if isinstance(x, str) else x for name, x in task.options.items()}
+        yield task.env.format(out / "tasks"), {**given, "heldout": str(out / "heldout")}
         return
     if not task.server:
         yield task.env, dict(task.options)

@@ -17,7 +17,7 @@ from areax.rollout.workflows import environment_rows, environment_workers, envir
 from areax.rollout.workflows.environment_rows import Rows
 
 # Files of adapters/environments:
-WORLDS = "aviary", "gymnasium", "harbor", "nemo_gym", "openenv", "openreward", "reasoning_gym", "textarena"
+WORLDS = "aviary", "gymnasium", "harbor", "nemo_gym", "openenv", "openreward", "reasoning_gym", "search", "textarena"
 AGENTS = ("verifiers",)  # whose environments call the model
 KINDS = *WORLDS, *AGENTS
 AGENT = "areax.adapters.environments.{}:Agent"

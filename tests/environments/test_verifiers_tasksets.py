@@ -6,6 +6,7 @@ import json
 import math
 import os
 
+import killing
 import pytest
 import servers
 import tiny
@@ -152,3 +153,9 @@ def test_a_run_trains_and_evaluates(tmp_path):
         )  # fmt: skip
         done = grpo.main(config)
     assert done["complete"] and done["heldout_rows"] == 2 and done["accuracy"] is not None
+
+
+@pytest.mark.long
+def test_a_killed_run_plays_each_task_once(tmp_path):
+    killing.model(tmp_path / "model")
+    assert killing.plays_each_task_once(ENV, {}, tmp_path, "tasksets")
