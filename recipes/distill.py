@@ -24,6 +24,7 @@ from areax.rollout.processes import keys
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
 
+ATTEMPTS = 3  # to ask a served teacher about a sample
 FIRST_OPTIONS = (
     "model", "data", "teacher", "teachers", "objective.divergence", "out", "heldout", "steps", "batch", "length",
     "rows", "optim.lr", "lora.rank", "run.dtype", "save_every",
@@ -147,7 +148,7 @@ def served_teachers(config: Config, tokens, vocabulary: int) -> Iterator[Callabl
 
         def annotate(samples: list[Sample]) -> list[Sample]:
             top_k = config.objective.top_k
-            return runner.run(served.annotate(samples, fleets, top_k=top_k, vocabulary=vocabulary))
+            return runner.run(served.annotate(samples, fleets, top_k=top_k, vocabulary=vocabulary, attempts=ATTEMPTS))
 
         try:
             yield annotate

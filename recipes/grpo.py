@@ -48,6 +48,7 @@ from areax.recipes.shared import (
     sources,
     vision,
 )
+from areax.recipes.shared.giving_up import GivingUp
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -185,7 +186,8 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     """
     rollouts.check_keys(config.serving, config.training)
     common.check_directory("--out", config.out)
-    common.check_microbatch(config.model, config.training.rows, config.training.length)
+    for model in filter(None, (config.model, config.training.critic.model, config.training.teacher)):
+        common.check_microbatch(model, config.training.rows, config.training.length)
     common.check_balance(config.model, config.training.balance)
     if not config.serving.servers:
         common.check_own_servers(config.serving.serve, config.training.mesh.devices, config.serving.colocated)
@@ -324,9 +326,11 @@ async def train(
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         publish = turns.during(trainer.mesh, functools.partial(publishing.prepare_push, sync, fleet, probe_ids))
+        giving_up = GivingUp()
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
             groups = await executor.batch(v)
+            giving_up.check(groups, config.training)
             if config.serving.colocated:
                 log.offload_s = await offload.offload(fleet)
             return groups
@@ -334,6 +338,7 @@ async def train(
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
             with log.terminal.step(), traced(trainer.version + 1):
                 report = train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
+            giving_up.unusable = report.get("unusable_fraction") or 0.0
             report["unstopped"] = describe.unstopped([s for group in groups for s in group], ends)
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 

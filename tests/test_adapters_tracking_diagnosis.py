@@ -25,6 +25,8 @@ HEALTHY = {
         ({"reward_std": 0.0, "groups_that_teach": 0, "effective_fraction": 0.0, "grad_norm": 0.0}, ["same_reward"]),
         ({"groups_that_teach": 0}, []),  # a critic's advantages differ all the same
         ({"effective_fraction": 0.0, "grad_norm": 0.0}, ["nothing_left"]),
+        ({"unusable_fraction": 1.0, "grad_norm": 0.0, "update_ratio": 0.0}, ["unusable"]),
+        ({"unusable_teacher": 0.6}, ["unusable_teacher"]),
         ({"unscorable": 0.75}, ["unscorable"]),
         ({"grad_norm": 0.0, "update_ratio": 0.0}, ["no_gradient"]),
         ({"update_ratio": 0.0}, ["no_update"]),

@@ -69,7 +69,7 @@ runpy.run_path({PROGRAM!r}, run_name="__main__")
     finally:
         jobs.end(running)
     assert codes == [3, 2]
-    line = "processes: all need the same software, got jax 0.0.1 in process 1, "
+    line = "processes: all need the same software and devices, got jax 0.0.1 in process 1, "
     assert all(line in (tmp_path / f"{i}.log").read_text() for i in range(2))
 
 

@@ -160,7 +160,7 @@ def test_teachers_of_other_tokenizers_and_vocabularies_are_refused(place):
     tiny.model(place / "other")
     tokenizer.save(tokenizer.character("0123456789*"), place / "other")
     with pytest.raises(
-        ValueError, match="must have the student's tokenizer, got id .*; choose a teacher of the same family"
+        ValueError, match="must have the trained model's tokenizer, got id .*; choose a model of the same family"
     ):
         distill.main(config(place, "bad", teacher=str(place / "other")))
     source = hf.read_config(place / "teacher")

@@ -422,6 +422,18 @@ def test_a_step_on_a_mesh_equals_one_device(place):
         np.testing.assert_allclose(first[1][name], first[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+def test_a_critic_of_another_tokenizer_is_refused(place, tmp_path):
+    path = shutil.copytree(place / "model", tmp_path / "critic")
+    file = path / "tokenizer.json"
+    made = json.loads(file.read_text())
+    first, second, *_ = made["model"]["vocab"]
+    made["model"]["vocab"] |= {first: made["model"]["vocab"][second], second: made["model"]["vocab"][first]}
+    file.write_text(json.dumps(made))
+    given = dict(objective=losses.PPO(), critic=trainer.CriticOptions(str(path)))
+    with pytest.raises(ValueError, match="--critic.model .*: must have the trained model's tokenizer, got id"):
+        grpo.build_trainer(config(place, "unused", **given))
+
+
 # Of each recipe, and of each way to compute advantages, references and critics, one; the others under `wide`.
 ALGORITHMS = "sft", "distill", "PPO", "ReMax", "GSPO", "DAPO", "VESPO", "DPO", "KTO", "RewardModel"
 

@@ -56,7 +56,7 @@ def saved(path, known):
 
 def started(**changes):
     config = grpo.Config(model="model", data="rows", reward="own.py:reward", out="run")
-    critic = replace(config.training.critic, model="critic")
+    critic = replace(config.training.critic, model=changes.pop("critic", "critic"))
     own = {
         "row": "own.py:row",
         "lora": Lora(rank=2),
@@ -177,7 +177,9 @@ def test_what_is_replaced_in_place_is_refused_by_name(copied, change, where, wor
     checked()
     change(copied / where)
     copy = (
-        "" if where == "model" and change not in (ends, pixels) else "to go on with this one, name a copy of it by .*, "
+        ""
+        if where == "critic" or where == "model" and change not in (ends, pixels)
+        else "to go on with this one, name a copy of it by .*, "
     )
     with pytest.raises(
         ValueError, match=rf"^{words}.*, got \w+; give the former, {copy}or name another --out than run$"
@@ -212,6 +214,13 @@ def test_another_option_goes_on_unless_the_state_is_of_no_use_without_the_former
     checked(frozen=False, model="other")
     with pytest.raises(ValueError, match="^--model other: weights must be as when the run began"):
         checked(model="other")
+
+
+def test_another_critic_is_refused_for_the_state_has_one(copied):
+    shutil.copytree("critic", "other")
+    checked(critic=str(Path("critic").resolve()))  # the same folder
+    with pytest.raises(ValueError, match="^--critic.model: must be the run's, critic, .* and goes on, got other; give"):
+        checked(critic="other")
 
 
 def test_a_run_that_was_killed_before_it_saved_goes_on_with_the_changed_option(copied):

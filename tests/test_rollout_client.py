@@ -34,6 +34,7 @@ from scripted import (
 
 from areax.rollout import client
 from areax.rollout.errors import ServerError
+from areax.rollout.fleet import fleet as fleet_module
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.processes import http_answers
 from areax.rollout.servers import endpoint, labels
@@ -738,6 +739,19 @@ def test_a_truncated_answer_is_requested_again_and_counted_once():
             assert len(a.script) == 7
 
     run(main)
+
+
+def test_requests_that_are_still_waiting_for_a_busy_server_say_so(monkeypatch, caplog):
+    monkeypatch.setattr(fleet_module, "BUSY_S", 0.2)
+
+    async def main():
+        async with serving(V0) as a, client.connect([a.url]) as fleet:
+            a.script = [answers(503, {"no": "room"})] * 8
+            await asyncio.gather(*(fleet.generate([1, 2], max_new_tokens=2) for _ in range(2)))
+
+    run(main)
+    said = [message for message in caplog.messages if "still waiting" in message]
+    assert 1 <= len(said) <= 3 and re.match(r"still waiting, for \d+ s by now: http.*/generate: HTTP 503: ", said[0])
 
 
 def test_requests_to_a_busy_server_are_retried():

@@ -74,11 +74,33 @@ def test_requests_to_a_busy_server_are_retried():
         (says(1, status=404), "HTTP 404, Not Found", 1),
         (says(1, status=302, headers={"Location": "http://127.0.0.1:1/"}), "HTTP 302, redirects are refused", 1),
         (says("x" * (2 << 20)), "the answer has more than 1048576 bytes", 1),
+        (says({"error": 503}), 'must answer with a reward, got {"error": 503}', 1),
+        (says({"code": 429, "detail": 0}), "must answer with a reward, got {", 1),
     ],
 )
 def test_bad_answers_of_a_server_are_errors(answer, message, times):
     out, seen = scored(answer)
     assert isinstance(out, RuntimeError) and message in str(out) and len(seen) == times
+
+
+def test_a_number_without_a_length_may_be_a_part_of_another():
+    async def main():
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n1")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await http.post(f"http://127.0.0.1:{port}")("42", {})
+
+    with pytest.raises(RuntimeError, match="a number must come with a Content-Length, .* got 1"):
+        asyncio.run(main())
+
+
+def test_an_object_with_a_reward_may_have_more():
+    out, _ = scored(says({"reward": 1.0, "code": 200}))
+    assert out == {"reward": 1.0, "code": 200}
 
 
 def test_answers_that_are_not_json_or_never_end():

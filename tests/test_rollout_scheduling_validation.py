@@ -83,7 +83,7 @@ def changed(**fields):
         ({"turn": np.array([0, 0, 0, -1])}, "turn must lie in"),
         ({"rewards": ((2, 8e17), (3, 8e17))}, "rewards must have a sum from -1e.18 to 1e.18, got 1.6e.18"),
         ({"components": {f"c{i}": 1.0 for i in range(257)}}, "components must be at most 256, got 257"),
-        ({"components": {"c" * 101: 1.0}}, "components must have names of at most 100 characters, got 'ccc"),
+        ({"components": {"c" * 101: 1.0}}, "components must have printable names of at most 100 characters, got 'ccc"),
         ({"images": ("x",)}, "images must be images, of bytes, got 'x'"),
         ({"info": {"episode_reward": "1"}}, r"info\['episode_reward'\] must be finite, or NaN, got '1'"),
         (

@@ -105,13 +105,13 @@ def answer(tokens, logp, top=None):
     return scripted.answers(200, whole)
 
 
-def against(*script, top_k=0):
+def against(*script, top_k=0, vocabulary=None):
     """(`teacher.score` of the tokens 5, 6, 7 by a server with scripted answers, bodies that it received)."""
 
     async def main():
         async with scripted.serving() as state, client.connect([state.url]) as fleet:
             state.script += script
-            return await teacher.score(fleet, [5, 6, 7], top_k), state.generated()
+            return await teacher.score(fleet, [5, 6, 7], top_k, vocabulary), state.generated()
 
     return asyncio.run(main())
 
@@ -172,11 +172,19 @@ def test_missing_log_probabilities_become_nan():
         ),
         (
             answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[None, 1, None], [None, 2, None]]] * 2]),
-            "must be numbers, got null for all",
+            "must be numbers, got null at every position",
         ),
         (
             answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[-0.1, 1, None], [-0.2, 2, None]]] * 2]),
-            "/generate: the probabilities of a position's 2 likeliest tokens must have a sum of at most 1, got 1.72",
+            "/generate: probabilities of a position's 2 likeliest tokens must have a sum of at most 1, got 1.72",
+        ),
+        (
+            answer([5, 6, 7], [None, -9.0, -9.0], [None, *[[[-5.0, 1, None], [-5.0, 2, None]]] * 2]),
+            "/generate: probabilities of all 20 tokens must have a sum of 1, got likeliest ones with a sum of 0.01348",
+        ),
+        (
+            answer([5, 6, 7], [None, -1.0, -1.0], [None, *[[[None, 1, None], [-1.0, 2, None]]] * 2]),
+            "/generate: log-probabilities of the likeliest tokens must be numbers, got null at every position",
         ),
     ],
     ids=[
@@ -191,8 +199,31 @@ def test_missing_log_probabilities_become_nan():
         "listed",
         "null",
         "more than 1",
+        "too little",
+        "null among the likeliest",
     ],
 )
 def test_an_answer_for_other_tokens_is_an_error(bad, words):
     with pytest.raises(RuntimeError, match=words):
-        against(bad, top_k=2)
+        against(bad, top_k=2, vocabulary=20)
+
+
+def test_null_for_the_token_itself_is_an_error():
+    with pytest.raises(RuntimeError, match="/generate: must return a log-probability of each input token .*null at 2"):
+        against(answer([5, 6, 7], [None, -1.0, None]))
+
+
+def test_a_teacher_may_be_asked_again(monkeypatch):
+    monkeypatch.setattr(teacher, "PAUSE_S", 0.0)
+    bad, good = answer([5, 6, 8], [None, -1.0, -1.0]), answer([5, 6, 7], [None, -1.5, -0.25])
+    sample = supervised([5, 6], [7])
+
+    async def main(attempts):
+        async with scripted.serving() as state, client.connect([state.url]) as fleet:
+            state.script += [bad, bad, good]
+            return await teacher.annotate([sample], {"": fleet}, attempts=attempts)
+
+    [told] = asyncio.run(main(3))
+    np.testing.assert_array_equal(told.arrays["teacher"][1], [0, -1.5, -0.25])
+    with pytest.raises(RuntimeError, match="got those of others"):
+        asyncio.run(main(2))

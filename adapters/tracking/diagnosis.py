@@ -65,7 +65,7 @@ def _unhealthy(name: str) -> tuple[str, str, float]:
     return (name, "above", above or 0.0) if below is None else (name, "below", below)
 
 
-NOTHING = "same_reward", "no_group_teaches", "nothing_left", "no_learnt_tokens"  # they leave no gradient
+NOTHING = "same_reward", "no_group_teaches", "unusable", "nothing_left", "no_learnt_tokens"  # they leave no gradient
 CONDITIONS = (
     Condition(
         "not_finite", (("loss", "not finite", 0),), "the loss is not finite",
@@ -94,11 +94,21 @@ CONDITIONS = (
         "take rows that are sometimes solved, a larger --group-size, a higher --sampling.temperature, or "
         "--objective.shaping.dynamic-sampling", ("same_reward",),
     ),
+    *(
+        Condition(
+            name, ((metric, "above", 0.5),), f"most tokens are left out: {words} not finite",
+            "check the weights of critic, reference and teacher (areax check), and what served teachers answer",
+        )
+        for name, metric, words in (
+            ("unusable", "unusable_fraction", "their log-probabilities, values or teacher's numbers are"),
+            ("unusable_teacher", "unusable_teacher", "their teacher's numbers are"),
+        )
+    ),
     Condition(
         "nothing_left", (("effective_fraction", "is", 0),), "no sample teaches: masks and bounds leave no token",
         "dropped_fraction counts tokens that bounds leave out: lower --eta, widen --objective.correction; "
         "unusable_fraction those whose numbers are not finite: check the weights of critic, reference and teacher",
-        ("same_reward", "no_group_teaches"),
+        ("same_reward", "no_group_teaches", "unusable"),
     ),
     Condition(
         "no_learnt_tokens", (("learnt_tokens", "is", 0),), "no token is learnt: every loss mask is empty",

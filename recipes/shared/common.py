@@ -161,13 +161,7 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, visi
       ValueError: a token of the student has another id in the teacher's tokenizer, or none; images are other patches
         for the teacher; or as `check_same`.
     """
-    ids = tokenizer.load(path).get_vocab()
-    for token, i in tokens.get_vocab().items():
-        if ids.get(token) != i:
-            raise ValueError(
-                f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
-                f"of {i}; choose a teacher of the same family"
-            )
+    check_tokens(f"--teacher {path}", tokenizer.load(path), tokens)
     folder, dtype = hub.folder(path, weights=True), run.dtype or models.default_dtype(jax.default_backend())
     check_same(folder)
     with terminal.loading(folder):
@@ -178,6 +172,17 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, visi
                 f"--teacher {path}: must see images as the student, with {name} {wanted} of its tower, got {got}"
             )
     return config, params
+
+
+def check_tokens(what: str, theirs: Any, tokens: Any) -> None:
+    """Raises ValueError unless each token of a tokenizer has its id in another one, that of `what`, too."""
+    ids = theirs.get_vocab()
+    for token, i in tokens.get_vocab().items():
+        if ids.get(token) != i:
+            raise ValueError(
+                f"{what}: must have the trained model's tokenizer, got id {ids.get(token)} for {token!r} instead of "
+                f"{i}; choose a model of the same family"
+            )
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):

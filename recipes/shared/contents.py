@@ -111,13 +111,18 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
                 f"--{name}: must be the run's, {former}, with which its adapters were trained, got {value}; give the "
                 f"former, {out}"
             )
+    if then and "critic.model" in changed:
+        raise ValueError(
+            f"--critic.model: must be the run's, {resume.shown(changed['critic.model'])}, whose critic is in its state "
+            f"and goes on, got {resume.shown(options['critic.model'])}; give the former, {out}"
+        )
     others = _others(then, now) if any(name.startswith("--") for name in then) else changed
     for name, value in now.items():
         option, what = ("model", name) if name in OF_TOKENIZER else _place(name)
         must = name in OF_TOKENIZER or frozen and name in OF_FROZEN
         if name.startswith("--") or then.get(name, value) == value or option in others and not must:
             continue
-        copied = not must and option != "teachers"
+        copied = not must and option not in ("teachers", "critic.model")  # a critic is in the state
         instead = f"to go on with this one, name a copy of it by --{option}, " if copied else ""
         raise ValueError(
             f"--{option} {resume.shown(options[option])}: {what} must be as when the run began, with hash "

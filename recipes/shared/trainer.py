@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -81,7 +82,7 @@ def build(
     updates_per_batch = options.minibatches * options.epochs
     critic, warmup = None, 0
     if options.objective.needs_values:
-        critic = _critic(options.critic, settings, params, run, mesh, steps * updates_per_batch)
+        critic = _critic(options.critic, model, settings, params, run, mesh, steps * updates_per_batch)
         warmup = options.critic.warmup
     teacher = _teacher(options.teacher, model, settings, run, mesh, temperature) if options.teacher else None
     objective: Any = options.objective
@@ -115,7 +116,9 @@ def build(
     return trainer
 
 
-def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, updates: int) -> Learner:
+def _critic(
+    options: CriticOptions, model: str, settings, params, run: models.Run, mesh, updates: int
+) -> Learner:  # fmt: skip
     """Builds a critic: the backbone with a scalar head in place of the output head; a new head is all zeros. A frozen
     vision tower is the policy's."""
     if options.model and settings.vision:
@@ -127,6 +130,8 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
         vocab = settings.vocab
         path = hub.folder(options.model, weights=True)
         common.check_same(path)
+        if (Path(path) / "tokenizer.json").exists():  # that of a value model may be missing
+            common.check_tokens(f"--critic.model {options.model}", tokenizer.load(path), tokenizer.load(model))
         with terminal.loading(path):
             settings, params = hf.load(path, mesh=mesh)
         if settings.vocab != vocab:

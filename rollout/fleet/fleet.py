@@ -41,6 +41,7 @@ REPEATS = 2  # after a broken connection: a request that crashes its server must
 STATEFUL = {  # sampling parameters with which a server must generate a completion in one piece
     "json_schema", "regex", "ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"
 }  # fmt: skip
+BUSY_S = 30.0  # before, and between, lines that servers are busy
 IDLE_ABORTS = 8  # consecutive aborts without a new token
 
 
@@ -109,6 +110,7 @@ class Fleet:
         self.restart, self.timeouts = restart, timeouts
         self.counts: collections.Counter[str] = collections.Counter()
         self.waits = gauges.Waits()
+        self._said_busy = 0.0  # when it was last said that servers are
         self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
         self._experts_per_token, self._longest = experts_per_token, longest
         self._image_token, self._ends = image_token, tuple(ends)
@@ -386,7 +388,8 @@ class Fleet:
           begun: the label of the completion's last token so far.
         """
         busy = broken = 0
-        asked_s = 0.0  # how long a server asked to wait
+        asked_s = refused_at = 0.0  # how long a server asked to wait; when one was busy at first
+        now = asyncio.get_running_loop().time
         while True:
             with self.waits.timed():
                 server = await self._acquire(prompt)
@@ -405,6 +408,10 @@ class Fleet:
                 self.counts["busy"] += 1
                 if server.limit.refused(sent, asyncio.get_running_loop().time()):
                     self.counts["lowered"] += 1
+                refused_at = refused_at or now()
+                if now() - max(refused_at, self._said_busy) > BUSY_S:
+                    self._said_busy = now()
+                    log.warning("still waiting, for %.0f s by now: %s", now() - refused_at, error)
             except Unreached as error:
                 trouble.append(str(error))
                 self.counts["refused"] += 1

@@ -24,6 +24,7 @@ from ..processes.http_answers import LATER, read_body, wait_s
 from ..processes.printable import one_line
 
 LARGEST = 1 << 20  # bytes of an answer
+FAULTS = {"code", "detail", "error", "errors", "status"}  # what servers call no reward
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
 
 
@@ -50,9 +51,11 @@ def post(
         if url is None and row.get("reward_url") is None:
             raise ValueError("rewards.http: a row needs reward_url, the address of its reward")
         trusted = allow if url is None else hosts(url)
-        return await ask(
-            row["reward_url"] if url is None else url, body, allow=trusted, timeout_s=timeout_s, attempts=attempts
-        )
+        where = row["reward_url"] if url is None else url
+        said = await ask(where, body, allow=trusted, timeout_s=timeout_s, attempts=attempts)
+        if isinstance(said, dict) and "reward" not in said and FAULTS & said.keys():
+            raise ServerError(f"{keys.redacted(str(where))}: must answer with a reward, got {json.dumps(said):.200}")
+        return said
 
     return reward
 
@@ -120,9 +123,14 @@ async def ask(
 async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:
     data = await read_body(answer, url, LARGEST)
     try:
-        return json.loads(data)
+        said = json.loads(data)
     except (ValueError, RecursionError):
         raise ServerError(f"{url}: the answer is not JSON: {bytes(data[:80])!r}") from None
+    if not isinstance(said, dict | list) and not {"Content-Length", "Transfer-Encoding"} & answer.headers.keys():
+        raise ServerError(
+            f"{url}: a number must come with a Content-Length, for a part of one is a number, too, got {said!r:.80}"
+        )
+    return said
 
 
 class Checked(ThreadedResolver):

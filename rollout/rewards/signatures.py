@@ -86,6 +86,8 @@ def _components(value: Any) -> dict[str, float]:
     names = [*map(str, value)]
     if (longest := max(map(len, names), default=0)) > LONGEST_NAME:
         raise ValueError(f"a component's name must have at most {LONGEST_NAME} characters, got {longest}")
+    if odd := [name for name in names if not name.isprintable()]:
+        raise ValueError(f"a component's name must be printable, got {odd[0]!r}")
     for name in names:
         try:
             name.encode()

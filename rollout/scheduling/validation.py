@@ -174,8 +174,8 @@ def _components(value: Any) -> dict[str, float]:
         number = _number(part) if isinstance(name, str) and _read(str.encode, name) is not None else None
         if number is None or math.isinf(number):
             _wrong("components", "be finite numbers, or NaN, by name", {name: part})
-        if len(name) > LONGEST_NAME:
-            _wrong("components", f"have names of at most {LONGEST_NAME} characters", name)
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            _wrong("components", f"have printable names of at most {LONGEST_NAME} characters", name)
         made[str(name)] = number
     return made
 

@@ -7,6 +7,7 @@ log-probabilities at temperature 1, whatever temperature the samples were drawn 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,13 +15,20 @@ import numpy as np
 from .. import object_path
 from ..errors import ServerError
 from ..fleet.fleet import Fleet
+from ..processes.printable import one_line
 from ..types import Sample
 
+log = logging.getLogger(__name__)
+
+PAUSE_S = 1.0  # before a second attempt; doubles
 KEY = "AREAX_TEACHER_KEY"  # environment variable: the key that the servers of teachers require
+PADDED = 2  # times the size of a vocabulary that models of the same tokenizer may have
 ROUNDING = 0.02  # by which rounded probabilities of the likeliest tokens may exceed 1 in sum
 
 
-async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+async def score(
+    fleet: Fleet, tokens: Sequence[int], top_k: int = 0, vocabulary: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scores tokens under a teacher: (logp f32[n], ids i32[n, K], top f32[n, K]).
 
     These are the log-probability (nats) of each of n tokens given those before it, and the teacher's K likeliest tokens
@@ -29,10 +37,12 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
 
     Args:
       top_k: K. The embedded server reports up to 20.
+      vocabulary: size of the student's vocabulary, of which the teacher's is PADDED times as large at most.
 
     Raises:
       ValueError: a server refuses the request (too many tokens for its context, or K too large).
-      ServerError: no answer, or one for other tokens; log-probabilities of which the probabilities sum to more than 1.
+      ServerError: no answer, or one for other tokens; log-probabilities of which the probabilities sum to more than 1,
+        or can have no sum of 1 with those of all other tokens; null for a token without K, or at every position.
     """
     url, part = await fleet.read(tokens, top_k=top_k)
     n = len(tokens)
@@ -40,6 +50,11 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
         raise ServerError(f"{url}/generate: must return log-probabilities of the {n} input tokens, got those of others")
     number = lambda value: np.nan if value is None else value
     logp = np.array([0.0, *(number(row[0]) for row in part.inputs[1:])], np.float32)
+    if not top_k and np.isnan(logp).any():
+        raise ServerError(
+            f"{url}/generate: must return a log-probability of each input token but the first, got null at "
+            f"{int(np.isnan(logp).argmax())}"
+        )
     ids, top = np.zeros((n, top_k), np.int32), np.zeros((n, top_k), np.float32)
     if top_k:
         counts = {len(row or ()) for row in part.input_top[1:]}
@@ -50,20 +65,29 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
             )
         for i, row in enumerate(part.input_top[1:], 1):
             ids[i], top[i] = [one[1] for one in row], [number(one[0]) for one in row]
-        if why := _contradiction(logp[1:], np.array(tokens[1:]), ids[1:], top[1:]):
+        if why := _contradiction(logp[1:], np.array(tokens[1:]), ids[1:], top[1:], vocabulary):
             raise ServerError(f"{url}/generate: {why}; look for a proxy that changes answers")
-    if (total := np.nansum(np.exp(top[1:]), axis=1).max(initial=0)) > 1 + ROUNDING:
-        raise ServerError(
-            f"{url}/generate: the probabilities of a position's {top_k} likeliest tokens must have a sum of at most 1, "
-            f"got {total:.4g}; look for a proxy that changes answers"
-        )
     return logp, ids, top
 
 
-def _contradiction(logp: np.ndarray, tokens: np.ndarray, ids: np.ndarray, top: np.ndarray) -> str:
+def _contradiction(
+    logp: np.ndarray, tokens: np.ndarray, ids: np.ndarray, top: np.ndarray, vocabulary: int | None
+) -> str:
     """What cannot be of a position's likeliest tokens, beside the token that is there; "" if nothing is."""
-    if len(top) and np.isnan(top).all():
-        return "log-probabilities of the likeliest tokens must be numbers, got null for all"
+    if len(top) and np.isnan(top).any(1).all():
+        return "log-probabilities of the likeliest tokens must be numbers, got null at every position"
+    mass = np.nansum(np.exp(top), axis=1)
+    if (total := mass.max(initial=0)) > 1 + ROUNDING:
+        count = top.shape[1]
+        return f"probabilities of a position's {count} likeliest tokens must have a sum of at most 1, got {total:.4g}"
+    if vocabulary:  # no other token is likelier than the least of those
+        most = mass + np.exp(top.min(1)) * max(0, PADDED * vocabulary - top.shape[1])
+        if np.nanmin(most, initial=1) < 1 - ROUNDING:
+            at = int(np.nanargmin(most))
+            return (
+                f"probabilities of all {vocabulary} tokens must have a sum of 1, got likeliest ones with a sum of "
+                f"{mass[at]:.4g} and a least of {np.exp(top[at].min()):.4g} at {at + 1}"
+            )
     if any(len({*row}) < len(row) for row in ids.tolist()):
         return "a position's likeliest tokens must differ, got one twice"
     least = np.where(ids == tokens[:, None], top, np.inf).min(1, initial=np.inf)  # of the token itself, if it is listed
@@ -95,8 +119,9 @@ async def taught(workflow, annotate, generate, row):
 
 
 async def annotate(
-    samples: Sequence[Sample], teachers: Mapping[str, Fleet], *, top_k: int = 0, vocabulary: int | None = None
-) -> list[Sample]:
+    samples: Sequence[Sample], teachers: Mapping[str, Fleet], *, top_k: int = 0, vocabulary: int | None = None,
+    attempts: int = 1,
+) -> list[Sample]:  # fmt: skip
     """Adds the teachers' log-probabilities to the samples as "target" arrays.
 
     `teacher` f32[n] is the log-probability of each token; with `top_k`, `teacher_ids` i32[n, K] and `teacher_logp`
@@ -105,6 +130,7 @@ async def annotate(
 
     Args:
       vocabulary: size of the student's vocabulary, which must contain all of the teacher's top tokens.
+      attempts: how often a teacher is asked about a sample if it fails; episodes, which call this, are tried again.
 
     Raises:
       ValueError: a row names no teacher, or an unknown one; a token outside the student's vocabulary; as `score`.
@@ -123,10 +149,17 @@ async def annotate(
                 f"annotate: a row's 'teacher' must be one of {', '.join(sorted(teachers))}, got {name!r}; "
                 f"{object_path.row(row)}"
             )
-        try:
-            logp, ids, top = await score(teachers[name], sample.tokens.tolist(), top_k)
-        except ValueError as error:
-            raise ValueError(f"annotate: {error}; {object_path.row(row)}") from error
+        for attempt in range(attempts):
+            try:
+                logp, ids, top = await score(teachers[name], sample.tokens.tolist(), top_k, vocabulary)
+                break
+            except ValueError as error:
+                raise ValueError(f"annotate: {error}; {object_path.row(row)}") from error
+            except ServerError as error:
+                if attempt == attempts - 1:
+                    raise
+                log.warning("a teacher is asked again: %s", one_line(error))
+                await asyncio.sleep(PAUSE_S * 2**attempt)
         if vocabulary is not None and ids.size and ids.max() >= vocabulary:
             raise ValueError(
                 f"annotate: a teacher's tokens must be below the student's vocabulary size {vocabulary}, got id "
