@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from .liveness import START_S
 
 KEY = "areax/software"
+SETTINGS = "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"  # what results depend on
 WIDTH = 60  # characters of a value in an error
 
 
@@ -114,7 +115,8 @@ def _gathered(text: str) -> list[str]:
 
 
 def same_software() -> None:
-    """Checks that all processes run the same Python, jax, jaxlib and code of this package; needs no devices.
+    """Checks that all processes run the same Python, jax, jaxlib and code of this package, with as many devices and the
+    same settings of JAX; computes nothing.
 
     Raises:
       ValueError: in the processes that differ from process 0.
@@ -128,8 +130,8 @@ def same_software() -> None:
     for name, version in own.items():
         if version != first[name]:
             raise ValueError(
-                f"processes: all need the same software, got {name} {version} in process {jax.process_index()}, "
-                f"{first[name]} in process 0; install the same on all hosts"
+                f"processes: all need the same software and devices, got {name} {version} in process "
+                f"{jax.process_index()}, {first[name]} in process 0; set up all hosts alike"
             )
 
 
@@ -140,7 +142,9 @@ def _software() -> dict[str, str]:
         for file in filter(Path.is_file, sorted(package.rglob("*.py"))):  # no dangling links, as Emacs makes for locks
             digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     versions = {"Python": platform.python_version(), "jax": jax.__version__, "jaxlib": jax.lib.__version__}
-    return {**versions, "areax with files of hash": digest.hexdigest()}
+    devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
+    settings = {name.upper(): str(getattr(jax.config, name)) for name in SETTINGS}
+    return {**versions, **devices, **settings, "areax with files of hash": digest.hexdigest()}
 
 
 def replicas(what: str, tree: Any) -> None:

@@ -1,8 +1,9 @@
 """Closed-form memory of a training step, in bytes per device.
 
 State and batch follow from the parameter table and the sharding rules, and are exact; so are activations saved for the
-backward pass (`activations`). Temporaries are estimates: what XLA's buffer assignment for GPUs has at the peak, part by
-part of a step (`phases`), in models of real widths within 10 % of it (tests/compilers/test_plans.py).
+backward pass (`activations`). Temporaries are estimates: what XLA's buffer assignment for GPUs, or for TPUs,
+has at the peak, part by part of a step (`phases`), in models of real widths within 10 % of it
+(tests/compilers/test_plans.py).
 """
 
 import functools
@@ -248,6 +249,8 @@ def phases(job: Job) -> dict[str, Phase]:
     together."""
     total = sums(job) if job.microbatches > 1 else 0
     layers = size(job, [leaf for leaf in job.trained if leaf.layers is not None])
+    if job.platform == "tpu":
+        return _on_tpus(job, total, layers)
     lookups = size(job, [leaf for leaf in job.trained if job.looked_up(leaf)])
     head = _head_gradient(job)
     beside, kept = _transposed(job), saved(job)
@@ -269,6 +272,30 @@ def phases(job: Job) -> dict[str, Phase]:
         first = found["head"]
         room = max(found["layers"].total - first.total, round(AHEAD * first.total)) if gathers(job) else layers
         found["head"] = replace(first, gradients=first.gradients + min(layers, room))
+    return found | _beside_steps(job)
+
+
+def _on_tpus(job: Job, total: int, layers: int) -> dict[str, Phase]:
+    """`phases` as the compiler of TPUs has them: it narrows all weights before the loops, and the sum of the head's
+    gradients of two chunks is at another place than either."""
+    head, kept = _head_gradient(job), saved(job)
+    narrowed = sum(job.held(leaf) * job.itemsize for leaf in job.leaves if job.bytes_of(leaf) > job.itemsize)
+    gathered = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf)) * job.itemsize * gathers(job)
+    summed = head and job.local_tokens > _chunk(job) and not logits_kept(job)
+    first = Phase(total + head, kept, logits(job), narrowed + gathered + _beside_logits(job))
+    found = {
+        "head": Phase(total + 2 * head, kept, 0, narrowed + gathered) if summed else first,
+        "layers": Phase(total + layers + head, kept, 0, narrowed + _layer(job)),
+    }
+    if job.vision:
+        new = layers + head if job.vision.trained else 0
+        found["tower"] = Phase(total + new, round(towers.saved(job)), 0, narrowed + round(towers.working(job)))
+    return found | _beside_steps(job)
+
+
+def _beside_steps(job: Job) -> dict[str, Phase]:
+    """The phases of an update that needs memory of its own, and of a teacher in the step."""
+    found = {}
     if job.optim.state == "float8" and not job.optim.offload and job.trained:
         gradient = sums(job) if job.microbatches > 1 else size(job, job.trained)
         found["update"] = Phase(gradient, 0, 0, _rescaled(job))
@@ -325,12 +352,12 @@ def _all_weights(job: Job, stack: Mapping[str, Leaf]) -> float:
 def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
     """Weights in use at a time.
 
-    Of experts all as they are stored, with the sums of their gradients, and one matrix in the dtype of the computation;
-    over fsdp alone all in that dtype, in which they are gathered (over ep compilers need more: not understood). Of a
-    run of a single layer only that matrix of all, since nothing is copied from or to a stack. Where layers of several
-    kinds take turns, gradients of those of the other kinds are not scattered yet. Of other weights the largest; on a
-    mesh with its gradient, and the one that is gathered next. Frozen ones are not cast, so that the layer's part of
-    each stack is a copy.
+    Of experts all as they are stored, with the sums of their gradients, and one matrix in the dtype of the
+    computation; over fsdp alone all in that dtype, in which they are gathered (over ep compilers need more: not
+    understood). Of a run of a single layer only that matrix of all, since nothing is copied from or to a stack. Where
+    layers of several kinds take turns, gradients of those of the other kinds are not scattered yet, nor in a run of a
+    single layer those of other such runs. Of other weights the largest; on a mesh with its gradient, and the one that
+    is gathered next. Frozen ones are not cast, so that the layer's part of each stack is a copy.
     """
     item = job.itemsize
     experts = [job.whole(leaf) for leaf in stack.values() if expert(leaf)]
@@ -339,7 +366,8 @@ def _weights(job: Job, stack: Mapping[str, Leaf]) -> float:
         stored = min(stored, item)
     used = sum(experts) * (stored + WIDE) + max(experts, default=0) * item
     if gathers(job):
-        waiting = [leaf for other in job.stacks if _take_turns(stack, other) for leaf in other.values()]
+        together = lambda other: _take_turns(stack, other) or other is not stack and depth(stack) == depth(other) == 1
+        waiting = [leaf for other in job.stacks if together(other) for leaf in other.values()]
         used += sum(job.whole(leaf) for leaf in waiting if expert(leaf)) * WIDE
     if depth(stack) == 1 and not gathers(job):
         used = sum(experts) * item
@@ -367,8 +395,12 @@ def _head(job: Job) -> int:
     whole = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf))
     narrow = job.itemsize < WIDE or gathers(job)
     skips = job.local_tokens > _chunk(job) and not logits_kept(job) and job.layout.tp == 1
-    matrices = whole * job.itemsize * narrow
+    new = max(0, _head_gradient(job) - logits(job)) if skips else 0
+    return whole * job.itemsize * narrow + _beside_logits(job) + new
+
+
+def _beside_logits(job: Job) -> int:
+    """Gradients of a chunk's logits, of whole distributions the logits twice; hidden states and their gradients."""
     rows = 0 if job.value else _chunk(job) * job.vocab * max(job.itemsize, 2)
     again = 2 * logits(job) if job.whole_logits else 0
-    new = max(0, _head_gradient(job) - logits(job)) if skips else 0
-    return round(matrices + rows + again + new + 3 * job.local_tokens * job.embed * job.itemsize)
+    return rows + again + 3 * job.local_tokens * job.embed * job.itemsize
