@@ -159,14 +159,15 @@ def called(name: str, /, **arguments: str) -> dict:
 TASKS = {
     "chain_sum": Task(
         "reasoning_gym:chain_sum", sums, 0.9, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        steps=100,
+        steps=200, lr=1e-3,
     ),
     "gcd": Task("reasoning_gym:gcd", divisors, 0.9, {"min_value": 1, "max_value": 12}),
     "legs": Task(
         "reasoning_gym:leg_counting", legs, 0.9, {"min_animals": 1, "max_animals": 1, "max_instances": 1}
     ),
     "guess": Task(
-        "textarena:GuessTheNumber-v0", guesses, 0.9, {"max_number": 7, "max_turns": 3}, tokens=8, length=512, groups=16
+        "textarena:GuessTheNumber-v0", guesses, 0.9, {"max_number": 7, "max_turns": 3}, tokens=8, length=512, groups=16,
+        steps=30,
     ),
     "walk": Task("openenv:{}", steps, 0.9, tokens=8, length=128, server="walk.py", groups=16),
     "kuhn_poker": Task(
