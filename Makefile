@@ -20,6 +20,7 @@ peers := .venv-bench
 clients := .venv-clients
 environments := .venv-environments
 tasksets := .venv-tasksets
+sandboxes := .venv-sandboxes
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 compilers := .venv-compilers
@@ -294,11 +295,12 @@ $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json packa
 
 .PHONY: test-environments
 test-environments: export PYTHONPATH := $(CURDIR)/.dev
-test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapters of environments with the real libraries, offline (installs them: 2 GB)
+test-environments: $(dev) $(environments)/.done $(tasksets)/.done $(sandboxes)/.done ## test adapters of environments with the real libraries, offline (installs them: 2 GB)
 	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
 	$(tasksets)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_verifiers_tasksets.py
+	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py
 
-# Both borrow the packages of .venv, behind their own.
+# They borrow the packages of .venv, behind their own.
 $(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
 	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
@@ -313,6 +315,13 @@ $(tasksets)/.done: tests/environments/tasksets.txt
 	@$(PYTHON) -m venv $(tasksets)
 	@$(tasksets)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(tasksets)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(sandboxes)/.done: tests/environments/sandboxes.txt
+	@echo "installing the SDKs of E2B, Daytona and Modal into $(sandboxes): a minute, once"
+	@$(PYTHON) -m venv $(sandboxes)
+	@$(sandboxes)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(sandboxes)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file
