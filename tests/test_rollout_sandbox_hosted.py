@@ -166,7 +166,7 @@ def test_what_is_made_for_a_start_that_was_cancelled_is_ended():
     asyncio.run(steps())
 
 
-@pytest.mark.parametrize("provider", ["e2b", "daytona", "modal"])
+@pytest.mark.parametrize("provider", ["e2b", "daytona", "modal", "docker"])
 def test_a_provider_without_its_package_says_which(provider, monkeypatch):
     monkeypatch.setitem(sys.modules, provider, None)
     with pytest.raises(ImportError, match=rf"^{provider} is not installed: pip install 'areax\[{provider}\]'$"):

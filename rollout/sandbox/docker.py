@@ -52,7 +52,7 @@ async def start(
         starting.add_done_callback(_remove_unowned)
         raise
     except Exception as error:
-        if not _is_from_docker(error):
+        if isinstance(error, ImportError) or not _is_from_docker(error):
             raise
         raise ServerError(f"docker: {' '.join(str(error).split())[:500]}") from error
 
