@@ -20,6 +20,7 @@ peers := .venv-bench
 clients := .venv-clients
 environments := .venv-environments
 tasksets := .venv-tasksets
+sandboxes := .venv-sandboxes
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 compilers := .venv-compilers
@@ -186,7 +187,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-sglang ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-sandboxes test-sglang ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)
@@ -298,7 +299,12 @@ test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapte
 	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
 	$(tasksets)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_verifiers_tasksets.py
 
-# Both borrow the packages of .venv, behind their own.
+.PHONY: test-sandboxes
+test-sandboxes: export PYTHONPATH := $(CURDIR)/.dev
+test-sandboxes: $(dev) $(sandboxes)/.done ## test machines at E2B, Daytona and Modal by their SDKs, against doubles of the services
+	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py
+
+# They borrow the packages of .venv, behind their own.
 $(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
 	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
@@ -313,6 +319,13 @@ $(tasksets)/.done: tests/environments/tasksets.txt
 	@$(PYTHON) -m venv $(tasksets)
 	@$(tasksets)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(tasksets)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(sandboxes)/.done: tests/environments/sandboxes.txt
+	@echo "installing the SDKs of E2B, Daytona and Modal into $(sandboxes): a minute, once"
+	@$(PYTHON) -m venv $(sandboxes)
+	@$(sandboxes)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(sandboxes)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file

@@ -150,5 +150,5 @@ def test_the_kind_is_an_option_of_env(tasks):
     options = json.dumps({"heldout": str(tasks), "turns": 4})
     rows = expanded.rows(f"harbor:{tasks}", options, "eval")
     assert [Path(row["task"]).name for row in rows] == ["000000", "000001", "000002"]
-    with pytest.raises(ValueError, match="provider must be local, docker"):
+    with pytest.raises(ValueError, match="provider must be local, docker, e2b, daytona, modal"):
         harbor.World(str(tasks), provider="cloud")

@@ -89,6 +89,9 @@ def test_every_import_is_declared():
                 "ray",
                 "verifiers",
                 "docker",
+                "e2b",
+                "daytona",
+                "modal",
             )
             for x in extras[name]
         ),

@@ -164,7 +164,7 @@ def test_what_cannot_be_started_is_said():
         asyncio.run(machine.start("", Path("/none")))
     with pytest.raises(ValueError, match="memory_bytes must be a positive number"):
         asyncio.run(machine.start("any", Path("/none"), memory_bytes=-1))
-    with pytest.raises(ValueError, match="provider must be local, docker"):
+    with pytest.raises(ValueError, match="provider must be local, docker, e2b, daytona, modal"):
         machine.provider("clouds")
     with pytest.raises(ServerError, match="sandbox: .*memory|its processes were killed"):
         asyncio.run(machine.start("any", Path("/none"), memory_bytes=2**22))

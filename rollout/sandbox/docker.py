@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import hashlib
 import io
 import tarfile
 import threading
@@ -16,10 +15,9 @@ from typing import Any
 
 from ..errors import ServerError
 from . import Result
-from .machine import LATE_S, LIFETIME_S, Ended
+from .containers import HALF, archive, digest, late, left_out, why
+from .machine import FILE, LATE_S, LIFETIME_S, Ended
 
-OUTPUT = 64 * 2**10  # bytes of a command's output that are kept: its beginning and its end
-FILE = 2**22  # bytes of a file that can be read
 NO_FILE = 0x8F280000  # bits of Go's os.FileMode of anything but a file
 LABEL = "areax"
 AT_ONCE = 64  # commands, each in a thread
@@ -54,7 +52,7 @@ async def start(
         starting.add_done_callback(_remove_unowned)
         raise
     except Exception as error:
-        if not _is_from_docker(error):
+        if isinstance(error, ImportError) or not _is_from_docker(error):
             raise
         raise ServerError(f"docker: {' '.join(str(error).split())[:500]}") from error
 
@@ -93,13 +91,9 @@ def _started(image: str, context: Path, lifetime_s: float, how: Mapping[str, Any
 
 def _built(context: Path) -> str:
     """The image of a folder with a Dockerfile, built once of each content."""
-    digest = hashlib.sha256()
-    for path in sorted(context.rglob("*")):
-        digest.update(f"{path.relative_to(context)}\0{path.lstat().st_mode}\0".encode())
-        digest.update(path.read_bytes() if path.is_file() else b"")
     from docker import errors
 
-    name = f"areax-task:{digest.hexdigest()[:32]}"
+    name = f"areax-task:{digest(context)}"
     with _building:
         try:
             _client().images.get(name)
@@ -115,12 +109,11 @@ class Container:
         self._own, self.workdir, self._why = container, workdir, ""
 
     async def run(self, command: str, *, timeout_s: float = 60.0, cwd: str = "/") -> Result:
-        late = ["timeout", "--signal=KILL", f"{timeout_s:.3f}", "bash", "-c", command]
-        return await self._called(functools.partial(self._run, late, timeout_s, cwd), timeout_s + LATE_S)
+        return await self._called(functools.partial(self._run, command, timeout_s, cwd), timeout_s + LATE_S)
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         if files:
-            await self._called(functools.partial(self._own.put_archive, "/", _archive(files)), LATE_S)
+            await self._called(functools.partial(self._own.put_archive, "/", archive(files)), LATE_S)
 
     async def get(self, path: str) -> bytes:
         return await self._called(functools.partial(self._get, path), LATE_S)
@@ -168,22 +161,21 @@ class Container:
             self._why = " ".join(str(error).split())[:300]
         raise Ended(self._why)
 
-    def _run(self, command: list[str], timeout_s: float, cwd: str) -> Result:
+    def _run(self, command: str, timeout_s: float, cwd: str) -> Result:
         api, began = self._own.client.api, time.monotonic()
-        id = api.exec_create(self._own.id, command, workdir=cwd)["Id"]
+        id = api.exec_create(self._own.id, late(command, timeout_s), workdir=cwd)["Id"]
         first, last, lost = b"", b"", 0
         for chunk in api.exec_start(id, stream=True):
-            room = OUTPUT // 2 - len(first)
-            first, last = first + chunk[: max(0, room)], last + chunk[max(0, room) :]
-            lost += max(0, len(last) - OUTPUT // 2)
-            last = last[-OUTPUT // 2 :]
+            room = max(0, HALF - len(first))
+            first, last = first + chunk[:room], last + chunk[room:]
+            lost += max(0, len(last) - HALF)
+            last = last[-HALF:]
         seconds = time.monotonic() - began
         code = api.exec_inspect(id)["ExitCode"]
         if code is None:
             raise Ended("its container has ended")
-        middle = f"\n... {lost} bytes left out ...\n".encode() if lost else b""
-        why = "wall" if code == 137 and seconds >= timeout_s else ""
-        return Result((first + middle + last).decode(errors="replace"), "", code, why, seconds)
+        text = first + (left_out(str(lost)).encode() if lost else b"") + last
+        return Result(text.decode(errors="replace"), "", code, why(code, seconds, timeout_s), seconds)
 
     def _get(self, path: str) -> bytes:
         from docker import errors
@@ -210,13 +202,3 @@ class Container:
                 return found.read() if found else b""
         except (KeyError, tarfile.TarError) as error:
             raise OSError(5, f"cannot be read: {error}", path) from error
-
-
-def _archive(files: Mapping[str, bytes]) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as archive:
-        for path, content in files.items():
-            entry = tarfile.TarInfo(path.lstrip("/"))
-            entry.size, entry.mode = len(content), 0o644
-            archive.addfile(entry, io.BytesIO(content))
-    return made.getvalue()

@@ -1,7 +1,7 @@
 """Sandboxes that last: a policy runs commands in one for a whole episode, and finds the files that it left.
 
 `Machine` is what an episode needs of any provider. Here is the one on this machine, with the isolation and the limits
-of `sandbox`.
+of `sandbox`; `containers` has what those elsewhere share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILE = 2**22  # bytes of a file that can be read
 LARGEST = 2**23  # and of an answer
 ATTENDANT = Path(__file__).with_name("attendant.py")
 STATE = "/tmp/.shell"  # directory and exported variables of the last command
-PROVIDERS = {"local": ".machine", "docker": ".docker"}
+PROVIDERS = {"local": ".machine", "docker": ".docker", "e2b": ".e2b", "daytona": ".daytona", "modal": ".modal"}
 WORKDIR, PLACES = "/app", ("/tests", "/logs")
 
 
