@@ -20,7 +20,7 @@ from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes import grpo, preference
 from areax.recipes.shared import common, learner, score_head, trainer
-from areax.rollout.servers import sglang_answers
+from areax.rollout.servers import answers
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
@@ -176,7 +176,7 @@ def leave(how: str) -> None:
     """Process 1 leaves by `sys.exit`, with nothing when all is done or with a text while process 0 waits for it, or by
     an error of areax's own, or by one whose text cannot be had."""
     if jax.process_index() == 1 and how == "error":
-        sglang_answers.ids("enough of this", 0)
+        answers.ids("enough of this", 0)
     if jax.process_index() == 1 and how == "nonsense":
         raise Mute("\udc80")
     if jax.process_index() == 1:

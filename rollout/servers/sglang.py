@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ServerError
-from . import sglang_answers as answers
+from . import answers, sglang_answers
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
@@ -75,16 +75,16 @@ class SGLang(Endpoint):
         """The server's own description; raises as `call`."""
         weights = await self.reported_weights(timeout_s=timeout_s)
         info = await self.server_info(timeout_s=timeout_s)
-        self.context = answers.context(info)
+        self.context = sglang_answers.context(info)
         return Description(
             weights=weights,
             seeded=info.get("enable_deterministic_inference") is True,
             stages=info.get("stages_weights") is True,
             ranks=answers.positive(info, "tp_size") or 1,
             layout=json.dumps([info.get(name) for name in LAYOUT]),
-            released=any(state.get("released") for state in answers.states(info)),
+            released=any(state.get("released") for state in sglang_answers.states(info)),
             capacity=answers.positive(info, "max_total_num_tokens"),
-            slots=answers.slots(info),
+            slots=sglang_answers.slots(info),
             context=self.context,
         )
 
@@ -102,7 +102,7 @@ class SGLang(Endpoint):
     async def reported_load(self, *, timeout_s: float = 60.0) -> Report | None:
         """Its queue and memory use, summed over its replicas; None if it does not report them."""
         try:
-            return answers.load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
+            return sglang_answers.load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
         except (ServerError, ValueError):  # whether the server is up at all is checked elsewhere
             return None
 
@@ -185,7 +185,7 @@ class SGLang(Endpoint):
         while self.has_checksums is not False:
             try:
                 answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
-                ranks = answers.checksums(answer, f"{self.url}/weights_checker")
+                ranks = sglang_answers.checksums(answer, f"{self.url}/weights_checker")
             except ServerError:
                 wrong += 1
                 if wrong == 2:
@@ -225,7 +225,7 @@ class SGLang(Endpoint):
 
     async def adapter_refusal(self, rank: int, modules: Collection[str], *, timeout_s: float = 30.0) -> str:
         """Why the server cannot load adapters of this rank on these modules (names as in checkpoints); "" if it can."""
-        return answers.adapter_refusal(await self.server_info(timeout_s=timeout_s), rank, modules)
+        return sglang_answers.adapter_refusal(await self.server_info(timeout_s=timeout_s), rank, modules)
 
     async def generate(
         self,
@@ -265,8 +265,9 @@ class SGLang(Endpoint):
         def on_event(event: Mapping[str, Any]) -> None:
             nonlocal seen
             ids = self._ids(event)
-            self._check_number(ids, asked)
-            self._check_stream(seen, ids)
+            with answers.named(f"{self.url}/generate"):
+                answers.check_number(ids, asked)
+                answers.check_stream(seen, ids)
             if on_tokens and len(ids) > len(seen):  # an event without new tokens is no progress
                 seen = ids
                 on_tokens(ids)
@@ -277,24 +278,8 @@ class SGLang(Endpoint):
         else:
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
         part = self._part(answer, body["rid"], experts_per_token)
-        self._check_number(part.tokens, asked)
-        self._check_stream(seen, part.tokens)
-        if len(part.tokens) < len(seen):
-            raise ServerError(
-                f"{self.url}/generate: {len(seen)} tokens were streamed, the answer has {len(part.tokens)}"
-            )
-        if why := answers.wrong_end(part, sampling, len(prompt.tokens), self.context):
-            raise ServerError(f"{self.url}/generate: {why}; look for a server, or a proxy, that changes answers")
-        read, sent = part.info.get("prompt_tokens"), len(prompt.tokens)
-        if prompt.images and read != sent:
-            raise ServerError(
-                f"{self.url}/generate: a prompt with {len(prompt.images)} images must have the {sent} tokens that the "
-                f"model's image processor makes of it, got {read}; serve with the model's preprocessor_config.json"
-            )
-        if read not in (None, sent):
-            raise ServerError(
-                f"{self.url}/generate: the answer must be to a prompt of {sent} tokens, got one to {read!r:.80}"
-            )
+        with answers.named(f"{self.url}/generate"):
+            answers.check(part, seen, prompt, sampling, asked, self.context)
         if experts_per_token and part.tokens and part.routed is None:
             raise ServerError(
                 f"{self.url}/generate: routed experts were asked for, got none; start SGLang with "
@@ -341,18 +326,6 @@ class SGLang(Endpoint):
             raise ServerError(f"{self.url}/detokenize: must return a text for each of {len(tokens)} tokens")
         return texts
 
-    def _check_number(self, tokens: Sequence[int], asked: int) -> None:
-        if len(tokens) > asked:
-            raise ServerError(f"{self.url}/generate: at most {asked} tokens were asked for, got {len(tokens)}")
-
-    def _check_stream(self, seen: Sequence[int], tokens: Sequence[int]) -> None:
-        both = min(len(seen), len(tokens))
-        if list(tokens[:both]) != list(seen[:both]):
-            raise ServerError(
-                f"{self.url}/generate: an event must have the tokens of those before it, got others; look for a proxy "
-                "that changes answers"
-            )
-
     def _ids(self, event: Mapping[str, Any]) -> list[int]:
         try:
             return answers.ids(event["output_ids"], self.vocabulary)
@@ -362,14 +335,8 @@ class SGLang(Endpoint):
             ) from error
 
     def _part(self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True) -> Part:
-        try:
-            part = answers.part(answer, experts_per_token, generated, self.vocabulary)
-        except answers.MALFORMED as error:
-            raise ServerError(
-                f"{self.url}/generate: the answer lacks what a single request returns ({answers.described(error)})"
-            ) from error
-        except ServerError as error:
-            raise ServerError(f"{self.url}/generate: {error}") from error
+        with answers.named(f"{self.url}/generate"):
+            part = sglang_answers.part(answer, experts_per_token, generated, self.vocabulary)
         name = part.info.get("id")
         self.names_answers |= name is not None
         if name != rid and self.names_answers:

@@ -1,30 +1,23 @@
-"""Reads SGLang's answers: a field that is missing, of another type or out of range becomes a ServerError.
-
-What a server samples is trained on, so a value that cannot be right must not reach the trainer as another one.
-"""
+"""Reads SGLang's answers: a field that is missing, of another type or out of range becomes a ServerError."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from ..errors import ServerError
-from ..types import LARGEST_LOGP, LEAST_LOGP, Finish
+from .answers import FINISHES, MALFORMED, described, ids, logprob, positive, text, token_id
 from .concurrency import Report
 from .labels import per_token
 from .types import Part
 
-# What reading an answer of another form raises.
-MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
-FINISHES = tuple(finish for finish in get_args(Finish) if finish != "error")  # which is a sample's alone
-RESERVED = 512  # tokens of the context that servers may keep free, such as pages
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
@@ -59,7 +52,7 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
         logp=[logprob(row[0]) for row in rows],
         labels=per_token(meta.get("weight_versions", ()), len(tokens)),
         finish=finish,
-        text=_text(answer.get("text")),
+        text=text(answer.get("text")),
         info={
             **{key: value for key, value in meta.items() if key not in BULKY},
             "cached_tokens": positive(meta, "cached_tokens"),
@@ -69,72 +62,14 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
         input_top=[
             [_scored(one, vocabulary) for one in row or ()] for row in meta.get("input_top_logprobs") or ()
         ],
-        adapter=_text(meta.get("lora_path")),
+        adapter=text(meta.get("lora_path")),
         preemptions=positive(meta, "num_retractions"),
     )  # fmt: skip
 
 
-def wrong_end(part: Part, sampling: Mapping[str, Any], prompt: int, context: int) -> str:
-    """Why an answer cannot end as it says it does; "" if it can.
-
-    Args:
-      sampling: of the request.
-      prompt: its tokens.
-      context: tokens of the server's longest sequence; 0 = unknown.
-    """
-    asked = sampling.get("max_new_tokens", 0)
-    if asked == 0 and "max_new_tokens" in sampling:
-        return ""
-    stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ())  # SGLang drops both
-    if after := set(stops).intersection(part.tokens[:-1]):
-        return f"an answer must end at the first stop token, got tokens after {min(after)}"
-    if part.finish == "abort":
-        return ""
-    if not part.tokens:
-        return f"an answer must have a token or more, got none, and the finish {part.finish}"
-    if part.finish == "length" and len(part.tokens) < asked and 0 < prompt + len(part.tokens) < context - RESERVED:
-        return f"an answer cut off at its length must have the {asked} tokens asked for, got {len(part.tokens)}"
-    if part.finish == "stop":
-        matched, last = part.info["finish_reason"].get("matched"), part.tokens[-1]
-        by_text = any(sampling.get(name) for name in ("stop", "json_schema", "regex", "ebnf"))
-        ended = last in stops or not stops if matched is None else last == matched  # or a token of the model's own
-        if not (ended or by_text):
-            return f"an answer that stops must end in the stop token, {matched or sorted(stops)}, got {last}"
-    return ""
-
-
-def ids(tokens: Any, vocabulary: int) -> list[int]:
-    """A list of token ids; raises ServerError unless each is a whole number in [0, vocabulary), 0 = any."""
-    if not isinstance(tokens, list):
-        raise ServerError(f"output_ids must be a list of token ids, got {tokens!r:.80}")
-    for token in tokens:
-        _id(token, vocabulary)
-    return tokens
-
-
-def _id(token: Any, vocabulary: int) -> int:
-    if type(token) is not int or not 0 <= token < (vocabulary or 2**31):
-        below = f"below the vocabulary size {vocabulary}" if vocabulary else "below 2^31"
-        raise ServerError(f"a token id must be a whole number from 0 on, {below}, got {token!r:.80}")
-    return token
-
-
-def logprob(value: Any) -> float:
-    """A log-probability in nats; raises ServerError unless it is a number from LEAST_LOGP to 0, up to rounding."""
-    if type(value) not in (int, float) or not LEAST_LOGP <= value <= LARGEST_LOGP:
-        raise ServerError(f"a log-probability must be a number from {LEAST_LOGP:g} to 0, got {value!r:.80}")
-    return float(value)
-
-
 def _scored(row: Sequence, vocabulary: int) -> list:
     """[log-probability or None, id, text] of a token of the prompt."""
-    return [None if row[0] is None else logprob(row[0]), _id(row[1], vocabulary), *row[2:]]
-
-
-def _text(value: Any) -> str:
-    if value is not None and not isinstance(value, str):
-        raise ServerError(f"a text must be a string, got {value!r:.80}")
-    return value or ""
+    return [None if row[0] is None else logprob(row[0]), token_id(row[1], vocabulary), *row[2:]]
 
 
 def _routed(meta: Mapping[str, Any], experts_per_token: int, new: int) -> np.ndarray | None:
@@ -151,11 +86,6 @@ def _routed(meta: Mapping[str, Any], experts_per_token: int, new: int) -> np.nda
     if len(sent) and sent.min() < 0:
         raise ServerError(f"routed experts must be numbers from 0 on, got {sent.min()}")
     return sent.reshape(read, -1, experts_per_token)
-
-
-def described(error: Exception) -> str:
-    """An error of MALFORMED in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def checksums(answer: Mapping[str, Any], where: str) -> list[dict[str, str]]:
@@ -195,12 +125,6 @@ def adapter_refusal(info: Mapping[str, Any], rank: int, modules: Collection[str]
     if info.get("dp_size", 1) != 1:
         return "has several replicas (--dp-size), on which SGLang loads no adapters; start a server for each"
     return ""
-
-
-def positive(info: Mapping[str, Any], name: str) -> int:
-    """The field if it is a whole number above 0, else 0."""
-    value = info.get(name)
-    return value if type(value) is int and value > 0 else 0
 
 
 def context(info: Mapping[str, Any]) -> int:
