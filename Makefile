@@ -20,6 +20,7 @@ peers := .venv-bench
 clients := .venv-clients
 environments := .venv-environments
 tasksets := .venv-tasksets
+agentlightning := .venv-agentlightning
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 compilers := .venv-compilers
@@ -294,17 +295,19 @@ $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json packa
 
 .PHONY: test-environments
 test-environments: export PYTHONPATH := $(CURDIR)/.dev
-test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapters of environments with the real libraries, offline (installs them: 2 GB)
+test-environments: $(dev) $(environments)/.done $(tasksets)/.done $(agentlightning)/.done ## test adapters of environments with the real libraries, offline (installs them: 3 GB)
 	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
 	$(tasksets)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_verifiers_tasksets.py
+	$(agentlightning)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_agentlightning.py
 
-# Both borrow the packages of .venv, behind their own.
-$(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
+# All borrow the packages of .venv, behind their own.
+alone = tests/environments/nemo-gym.txt tests/environments/tinker-cookbook.txt# without what these require
+$(environments)/.done: tests/environments/requirements.txt $(alone)
 	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
 	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r \
-	  tests/environments/nemo-gym.txt
+	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	  $(addprefix -r ,$(alone))
 	@$(py) $(purelib) > "$$($(environments)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
@@ -313,6 +316,13 @@ $(tasksets)/.done: tests/environments/tasksets.txt
 	@$(PYTHON) -m venv $(tasksets)
 	@$(tasksets)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(tasksets)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(agentlightning)/.done: tests/environments/agentlightning.txt
+	@echo "installing agentlightning into $(agentlightning): a minute, once"
+	@$(PYTHON) -m venv $(agentlightning)
+	@$(agentlightning)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(agentlightning)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file
