@@ -21,6 +21,7 @@ clients := .venv-clients
 environments := .venv-environments
 tasksets := .venv-tasksets
 sandboxes := .venv-sandboxes
+agentlightning := .venv-agentlightning
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 compilers := .venv-compilers
@@ -187,7 +188,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-sandboxes test-sglang ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-agentlightning test-sandboxes test-sglang ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)
@@ -304,13 +305,19 @@ test-sandboxes: export PYTHONPATH := $(CURDIR)/.dev
 test-sandboxes: $(dev) $(sandboxes)/.done ## test machines at E2B, Daytona and Modal by their SDKs, against doubles of the services
 	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py
 
+.PHONY: test-agentlightning
+test-agentlightning: export PYTHONPATH := $(CURDIR)/.dev
+test-agentlightning: $(dev) $(agentlightning)/.done ## test agents of agent-lightning, which has packages of its own
+	$(agentlightning)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_agentlightning.py
+
 # They borrow the packages of .venv, behind their own.
-$(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
+alone = tests/environments/nemo-gym.txt tests/environments/tinker-cookbook.txt# without what these require
+$(environments)/.done: tests/environments/requirements.txt $(alone)
 	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
 	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r \
-	  tests/environments/nemo-gym.txt
+	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	  $(addprefix -r ,$(alone))
 	@$(py) $(purelib) > "$$($(environments)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
@@ -326,6 +333,13 @@ $(sandboxes)/.done: tests/environments/sandboxes.txt
 	@$(PYTHON) -m venv $(sandboxes)
 	@$(sandboxes)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(sandboxes)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(agentlightning)/.done: tests/environments/agentlightning.txt
+	@echo "installing agentlightning into $(agentlightning): a minute, once"
+	@$(PYTHON) -m venv $(agentlightning)
+	@$(agentlightning)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(agentlightning)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file

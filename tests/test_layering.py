@@ -73,7 +73,7 @@ MAY_IMPORT = {
         "rollout.servers.labels",
         "rollout.processes",
     },
-    "adapters/environments": {"adapters", "rollout.processes", "rollout.sandbox"},
+    "adapters/environments": {"adapters", "rollout.object_path", "rollout.processes", "rollout.sandbox"},
     "adapters/commands/suggest.py": {"adapters", "parallel", "core", "rollout.simulation"},
     "adapters/commands/programs.py": {"adapters", "core", "parallel", "models", "rollout.engine"},
     "adapters/cli.py": ANYTHING,

@@ -90,6 +90,15 @@ def test_env_stands_for_rows_a_reward_and_a_workflow(file):
     assert environments.expanded(config) is config
 
 
+def test_agents_whose_tasks_are_rows_of_a_file_take_data():
+    config = grpo.Config("m", "rows.jsonl", "", env="agentlightning:my.py:own", env_options='{"n": 1}')
+    given = flat(environments.expanded(config))
+    assert given.workflow == "areax.adapters.environments.agentlightning:Agent" and given.data == "rows.jsonl"
+    assert json.loads(given.workflow_options) == {"name": "my.py:own", "n": 1}
+    with pytest.raises(ValueError, match="^--env inspect_ai:my.py:own stands for .*; leave out --data, got rows.jsonl"):
+        grpo.Config("m", "rows.jsonl", "", env="inspect_ai:my.py:own")
+
+
 @pytest.mark.parametrize(
     "words, line",
     [

@@ -17,9 +17,13 @@ from areax.rollout.workflows import environment_rows, environment_workers, envir
 from areax.rollout.workflows.environment_rows import Rows
 
 # Files of adapters/environments:
-WORLDS = "aviary", "gymnasium", "harbor", "nemo_gym", "openenv", "openreward", "reasoning_gym", "search", "textarena"
-AGENTS = ("verifiers",)  # whose environments call the model
+WORLDS = (
+    "aviary", "gymnasium", "harbor", "nemo_gym", "openenv", "openreward", "reasoning_gym", "search", "textarena",
+    "tinker_cookbook",
+)  # fmt: skip
+AGENTS = "agentlightning", "inspect_ai", "verifiers"  # whose environments call the model
 KINDS = *WORLDS, *AGENTS
+OF_DATA = ("agentlightning",)  # whose tasks are the rows of --data
 AGENT = "areax.adapters.environments.{}:Agent"
 PLAY, TOOL_CLASS = "areax.rollout.workflows.environments:play", "areax.rollout.workflows.tool_class:World"
 ONE_OF = "areax.rollout.workflows.environments:play_one_of"
@@ -130,7 +134,7 @@ def conflicts(config: Any) -> Iterator[str]:
     own = PLAY, ONE_OF, *map(AGENT.format, AGENTS)
     several = shares(given.env, given.env_options)
     for option, taken in (
-        ("data", (several or given.env.partition(":")[0] in KINDS) and given.data),
+        ("data", (several or given.env.partition(":")[0] in {*KINDS} - {*OF_DATA}) and given.data),
         ("reward", given.reward != REWARD and given.reward),
         ("workflow", given.workflow not in (*own, SINGLE_TURN) and given.workflow),
         ("workflow-options", given.workflow not in own and given.workflow_options),
