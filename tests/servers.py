@@ -190,6 +190,23 @@ def sglangs(python):
         parent.stdin.close()
 
 
+@contextlib.contextmanager
+def vllm(path, python, log, *options):
+    """Runs the real vLLM server on the CPU with its environment's `python`; `options` go to its command line."""
+    port, command = free_port(), [str(Path(python).with_name("vllm")), "serve", str(path)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", *options]
+    own = {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=without_jax() | own)
+    with ended(process):
+        remote = Remote(port)
+        started(remote, lambda: process.poll() is None, log, "/health")
+        yield remote
+
+
 def free_port():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
         return sock.getsockname()[1]
@@ -200,15 +217,15 @@ def without_jax():
     return {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
 
 
-def started(remote, runs, log):
-    """Waits until a SGLang server can generate; its process must go on, as `runs()` says."""
+def started(remote, runs, log, ready="/ready"):
+    """Waits until a server can generate, as the route `ready` says; its process must go on, as `runs()` says."""
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline and runs():
         with contextlib.suppress(OSError):
-            if remote.get("/ready")[0] == 200:
+            if remote.get(ready)[0] == 200:
                 return
         time.sleep(0.5)
-    raise AssertionError(f"SGLang did not start:\n{Path(log).read_text()[-3000:]}")
+    raise AssertionError(f"the server did not start:\n{Path(log).read_text()[-3000:]}")
 
 
 @contextlib.contextmanager

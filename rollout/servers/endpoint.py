@@ -38,6 +38,10 @@ class Broken(ServerError):
     """The connection ended before the whole answer arrived; what the server did is unknown."""
 
 
+class Missing(ValueError):
+    """The server has no such route (404)."""
+
+
 class Failed(ServerError):
     """The server, or a proxy before it, answered that it failed; what the server did is unknown."""
 
@@ -89,7 +93,7 @@ class Endpoint:
           most: bytes of the answer, or of each event.
 
         Raises:
-          ValueError: a 4xx answer, with the server's message.
+          ValueError: a 4xx answer, with the server's message; Missing if that is 404.
           Unreached: not delivered within `reach_s` seconds.
           ServerError: any other failure.
         """
@@ -164,7 +168,7 @@ async def _answer(
         raise ServerError(f"{where}: HTTP {status}: it redirects to {target!r:.200}; give the server's own address")
     page = _is_page(data, status)  # a proxy's, not the server's own
     if 400 <= status < 500 and not (page and reply.method == "POST"):
-        raise ValueError(f"{where}: HTTP {status}: {_message(data)}")
+        raise (Missing if status == 404 else ValueError)(f"{where}: HTTP {status}: {_message(data)}")
     if status in FAILED or (status >= 400 and page):
         raise Failed(f"{where}: HTTP {status}: {shown}")
     if status != 200:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import aiohttp
 
 from ..errors import ServerError
-from . import concurrency, gauges, prefix_routing
+from . import concurrency, gauges, kinds, prefix_routing
 from .endpoint import Unreached
 from .sglang import SGLang
 from .types import Probe, Published, Reported, Staged, State
+from .vllm import VLLM
 
 
 class Stager(Protocol):
@@ -76,7 +77,7 @@ class Server:
       folders: the folder of each adapter when it was loaded.
     """
 
-    api: SGLang
+    api: SGLang | VLLM
     labels: list[str] = field(default_factory=list)
     admitted: int = 0
     seeded: bool = False
@@ -180,12 +181,14 @@ async def connect(
     handover: Handover | None = None,
     vocabulary: int = 0,
 ) -> Server:
-    """Connects to the server at `url` once it answers; raises as `SGLang.describe`.
+    """Connects to the server at `url` once it answers; raises as `kinds.found`, and its `describe`.
 
     Args:
       key_variable, vocabulary: as `SGLang` has them.
     """
-    api = SGLang(url, http, reach_s, key_variable, vocabulary)
+    api = await kinds.found(
+        url, http, ready_s=ready_s, reach_s=reach_s, key_variable=key_variable, vocabulary=vocabulary
+    )
     info = await api.describe(timeout_s=ready_s)
     return Server(
         api, [info.weights.label], reported=info.weights, seeded=info.seeded, stages=info.stages, ranks=info.ranks,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ..errors import ServerError
 from ..servers.server import Server
+from ..servers.sglang import SGLang
 from ..servers.types import Loaded, Published, Reported
 from . import verify
 
@@ -37,7 +38,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     if not holds:
         directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
         files = not (server.handover and weights.arrays is not None)
-        if files and server.stages and not server.released:
+        if files and server.stages and isinstance(server.api, SGLang) and not server.released:
             await server.api.stage_weights_from_disk(directory)
 
         if server.reported and server.state == "healthy":  # else the weights of a push replace others that nobody named

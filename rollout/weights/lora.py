@@ -20,9 +20,9 @@ import aiohttp
 
 from ..errors import ServerError
 from ..processes import keys
+from ..servers import kinds
 from ..servers.labels import MANIFEST, manifest_bytes, read_label, version_of
 from ..servers.server import Server
-from ..servers.sglang import SGLang
 from ..servers.sglang_answers import ADAPTERS
 from ..servers.types import Loaded, Part, Published
 from . import load as full_load
@@ -30,6 +30,7 @@ from . import verify
 
 log = logging.getLogger(__name__)
 
+ASKED_S = 30.0  # for a server to say what it is
 CONFIG = "adapter_config.json"  # PEFT's name
 
 
@@ -168,7 +169,7 @@ async def refusal(urls: Iterable[str], rank: int, modules: Collection[str]) -> s
     """
     async with aiohttp.ClientSession() as http:
         for url in urls:
-            server = SGLang(url.rstrip("/"), http, key_variable=keys.SERVER)
+            server = await kinds.found(url.rstrip("/"), http, ready_s=ASKED_S, key_variable=keys.SERVER)
             if why := await server.adapter_refusal(rank, modules):
                 return f"{url} {why}"
     return ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..servers.server import Handover, Server
 from ..servers.types import Published
+from ..servers.vllm import VLLM
 
 
 def handover(messages: Callable[[Any], Iterator[tuple[str, bool]]]) -> Handover:
@@ -22,6 +23,8 @@ def handover(messages: Callable[[Any], Iterator[tuple[str, bool]]]) -> Handover:
     """
 
     async def send(server: Server, weights: Published, flush_cache: bool) -> None:
+        if isinstance(server.api, VLLM):
+            raise ValueError(f"{server.url}: vLLM takes no tensors over HTTP; push by --push.way disk")
         await server.api.begin_weight_update()
         parts, last = messages(weights.arrays), False
         while not last:
