@@ -149,6 +149,7 @@ def test_a_model_that_there_is_not_is_a_line(caplog):
     assert "Agent failed: ValueError: Model API nowhere of model 'nowhere/model' not recognized." in caplog.text
 
 
+@pytest.mark.long
 def test_the_runs_log_stays_as_it_is():
     root = logging.getLogger()
     level = root.level
@@ -177,6 +178,7 @@ def test_what_cannot_be_made_is_a_line(name, options, line):
         environments.rows(f"inspect_ai:{name}", json.dumps(options), "train")
 
 
+@pytest.mark.long
 def test_a_run_trains_and_evaluates(tmp_path):
     settings = {**tiny.HF, "max_position_embeddings": 256, "vocab_size": len(TOKENS)}
     shape = models.config_from_hf({**settings, "eos_token_id": TOKENS.eos_token_id})
