@@ -57,18 +57,8 @@ def load_environment():
 
 def conversations(rate: float, chance: random.Random) -> Iterator[dict]:
     """Rows for SFT of a player who takes the tool that the question means at this rate, else `add`."""
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": True,
-            },
-        }
-        for tool in load_environment().tool_defs
-    ]
+    told = [tool.model_dump(include={"name", "description", "parameters"}) for tool in load_environment().tool_defs]
+    tools = [{"type": "function", "function": tool} for tool in told]
     train = questions()[HELDOUT:]
     while True:
         row = chance.choice(train)
