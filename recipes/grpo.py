@@ -48,7 +48,7 @@ from areax.recipes.shared import (
     sources,
     vision,
 )
-from areax.recipes.shared.giving_up import GivingUp
+from areax.recipes.shared.giving_up import GivingUp, models
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -326,11 +326,14 @@ async def train(
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         publish = turns.during(trainer.mesh, functools.partial(publishing.prepare_push, sync, fleet, probe_ids))
-        giving_up = GivingUp()
+        giving_up, named = GivingUp.restored(cursor), models(config.training)
+        online = config.rollout.workflow == "online"  # whose users may give no feedback
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
+            giving_up.check_numbers(named)
             groups = await executor.batch(v)
-            giving_up.check(groups, config.training)
+            if not online:
+                giving_up.check_rewards(groups)
             if config.serving.colocated:
                 log.offload_s = await offload.offload(fleet)
             return groups
@@ -338,12 +341,12 @@ async def train(
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
             with log.terminal.step(), traced(trainer.version + 1):
                 report = train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
-            giving_up.unusable = report.get("unusable_fraction") or 0.0
+            giving_up.see(report)
             report["unstopped"] = describe.unstopped([s for group in groups for s in group], ends)
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 
         def save(v: int, position) -> None:
-            run_on_all("save", v, position | {"data": identity, "contents": known})
+            run_on_all("save", v, position | {"data": identity, "contents": known} | giving_up.kept)
 
         async def evaluate(v: int) -> None:
             with log.terminal.counting(f"evaluating version {v}") as count:
@@ -364,6 +367,9 @@ async def train(
             stop,
         )  # fmt: skip
         done = trainer.version
+        giving_up.check_numbers(named)
+        if seconds is not None and not online:
+            giving_up.check_end(done)
         served = sorted({server.label for server in fleet.healthy})
         counts = {**executor.counts, **fleet.counts, "rewards": episodes.rewards.counts}
     checkpoint = run_on_all("export")

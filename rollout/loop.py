@@ -19,6 +19,7 @@ from . import events
 Push = Callable[[], Awaitable[Any]]
 PARTS = ("publish_s", "save_s", "wait_s", "rollout_s", "update_s")  # of a step, sequential
 BACKGROUND = ("push_s", "evaluate_s")
+PUSH_S = 10.0  # that a push may go on when the loop is to end
 
 
 async def run(
@@ -86,7 +87,7 @@ async def run(
     async def push_and_evaluate(v: int, push: Push | None) -> None:
         if push:
             with timed("push_s"):
-                await _uninterrupted(push())
+                await _uninterrupted(push(), PUSH_S)
         if v < steps:
             admit(v)
         if evaluate and evaluate_every and (v % evaluate_every == 0 or v in (start, steps)):
@@ -152,14 +153,21 @@ async def run(
                 await _stop(background)
 
 
-async def _uninterrupted(awaitable: Awaitable[Any]) -> Any:
-    """Awaits to completion even if the caller is cancelled; the cancellation is raised afterwards, unless it failed."""
+async def _uninterrupted(awaitable: Awaitable[Any], seconds: float | None = None) -> Any:
+    """Awaits to completion even if the caller is cancelled; the cancellation is raised afterwards, unless it failed.
+
+    Args:
+      seconds: after which it is cancelled, too; None = never.
+    """
     task = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait({task})
-        task.result()
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if done:
+            task.result()
+        else:
+            await _stop(task)
         raise
 
 

@@ -218,7 +218,8 @@ def test_another_option_goes_on_unless_the_state_is_of_no_use_without_the_former
 
 def test_another_critic_is_refused_for_the_state_has_one(copied):
     shutil.copytree("critic", "other")
-    checked(critic=str(Path("critic").resolve()))  # the same folder
+    checked(critic="other")  # the same, moved
+    weights(Path("other"))
     with pytest.raises(ValueError, match="^--critic.model: must be the run's, critic, .* and goes on, got other; give"):
         checked(critic="other")
 

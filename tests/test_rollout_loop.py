@@ -236,6 +236,22 @@ def test_a_cancelled_run_saves_its_newest_state_and_leaves_no_tasks(held):
     asyncio.run(main())
 
 
+def test_a_push_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(loop, "PUSH_S", 0.1)
+
+    async def main():
+        play = Play(hold=("push", 2))
+        task = asyncio.create_task(play.run(eta=0, steps=9, save_every=0))
+        await play.held.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(5):
+                await task
+        assert ("save", 2) in play.notes and ("pushed", 2) not in play.notes and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
 class Slow(Play):
     """The update of version `at` waits for `go`."""
 

@@ -76,6 +76,8 @@ def test_requests_to_a_busy_server_are_retried():
         (says("x" * (2 << 20)), "the answer has more than 1048576 bytes", 1),
         (says({"error": 503}), 'must answer with a reward, got {"error": 503}', 1),
         (says({"code": 429, "detail": 0}), "must answer with a reward, got {", 1),
+        (says({"success": False, "retry_after": 30}), "must answer with a reward, got {", 1),
+        (says({"score": 1.0, "status": 503}), "must answer with a reward, got {", 1),
     ],
 )
 def test_bad_answers_of_a_server_are_errors(answer, message, times):
@@ -99,8 +101,8 @@ def test_a_number_without_a_length_may_be_a_part_of_another():
 
 
 def test_an_object_with_a_reward_may_have_more():
-    out, _ = scored(says({"reward": 1.0, "code": 200}))
-    assert out == {"reward": 1.0, "code": 200}
+    for value in ({"reward": 1.0, "code": 200}, {"code": 0.5, "format": 0.5}, {"score": 0.5, "status": 0}):
+        assert scored(says(value))[0] == value
 
 
 def test_answers_that_are_not_json_or_never_end():

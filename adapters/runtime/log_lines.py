@@ -2,6 +2,9 @@
 
 import contextlib
 import logging
+import sys
+import traceback
+import types
 
 from ...rollout.processes.printable import printable
 
@@ -19,5 +22,11 @@ def record(name: str, *args, **kwargs) -> logging.LogRecord:
 
 
 def keep_printable() -> None:
-    """Has all loggers of areax in this process make such records."""
+    """Has all loggers of areax in this process make such records, and tracebacks be printed so."""
     logging.setLogRecordFactory(record)
+    sys.excepthook = _print
+
+
+def _print(kind: type[BaseException], error: BaseException, where: types.TracebackType | None) -> None:
+    text = "".join(traceback.format_exception(kind, error, where))
+    print("\n".join(map(printable, text.rstrip("\n").split("\n"))), file=sys.stderr, flush=True)

@@ -111,7 +111,7 @@ def check(config: Any, now: Mapping[str, str], frozen: bool) -> None:
                 f"--{name}: must be the run's, {former}, with which its adapters were trained, got {value}; give the "
                 f"former, {out}"
             )
-    if then and "critic.model" in changed:
+    if then and "critic.model" in changed and then.get("critic.model") != now.get("critic.model"):
         raise ValueError(
             f"--critic.model: must be the run's, {resume.shown(changed['critic.model'])}, whose critic is in its state "
             f"and goes on, got {resume.shown(options['critic.model'])}; give the former, {out}"

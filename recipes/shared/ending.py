@@ -85,11 +85,18 @@ def stop_signal() -> Iterator[Stop]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """`asyncio.run`; raises ValueError if a task of a user's code exits, which would end the process in silence."""
+    """`asyncio.run`; raises ValueError if a task of a user's code exits, stops the event loop or cancels all tasks,
+    which would end the process in silence, or without a reason."""
     try:
         return asyncio.run(coroutine)
     except SystemExit as error:
         raise ValueError(f"a task that the workflow started ended the process: {object_path.line(error)}") from error
+    except asyncio.CancelledError as error:
+        raise ValueError("the run's own task was cancelled, as by a workflow that cancels all tasks") from error
+    except RuntimeError as error:
+        if str(error) != "Event loop stopped before Future completed.":
+            raise
+        raise ValueError("the event loop was stopped, as by a workflow that calls its stop()") from error
 
 
 async def interruptible(coroutine: Coroutine[Any, Any, Any], stop: Stop) -> Any:

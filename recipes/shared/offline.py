@@ -41,6 +41,7 @@ from areax.recipes.shared import (
     terminal,
     vision,
 )
+from areax.recipes.shared.giving_up import GivingUp
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.chat import conversation, images
 from areax.rollout.scheduling.mixture import Mixture
@@ -254,12 +255,13 @@ def fit(
                 )
             if "data" in (cursor or {}):
                 sources.check_same(prompts, cursor["data"], config.data)
+        giving_up = GivingUp.restored(cursor if start else None)
         position = {"recipe": kind, "data": sources.identity(prompts), "contents": known}
         done = start
 
         def save():
             if done > (store.latest or 0):  # the last step may have been saved already
-                store.save(done, own.state, position)
+                store.save(done, own.state, position | giving_up.kept)
 
         complete = common.complete(config, start, quiet)
         with (
@@ -281,6 +283,7 @@ def fit(
                     last.update(metrics.to_dict(values), learnt_tokens=learnt, **more)
                     tick(i, tokens=count, loss=last["loss"])
                     said.look(i, last)
+                    giving_up.see(last)
                     run.log(kind, i, **last)
 
             def leave():
@@ -317,6 +320,7 @@ def fit(
             stop.orderly()
             try:
                 for i in range(start, config.steps):
+                    giving_up.check_numbers("the weights of --model and --teacher, and rows")
                     ordinals = range(i * config.batch, (i + 1) * config.batch)
                     batch = packed(prompts, ordinals)
                     agreement.same(f"rows of step {i + 1}", batch=batch)
@@ -350,6 +354,7 @@ def fit(
                         saved_at = time.monotonic()
             finally:
                 report()
+            giving_up.check_numbers("the weights of --model and --teacher, and rows")
             stopped = stopped or processes.anyone(stop.asked)[0]
             if heldout and not stopped:  # a run that goes on evaluates then
                 save()

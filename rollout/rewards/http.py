@@ -24,7 +24,9 @@ from ..processes.http_answers import LATER, read_body, wait_s
 from ..processes.printable import one_line
 
 LARGEST = 1 << 20  # bytes of an answer
-FAULTS = {"code", "detail", "error", "errors", "status"}  # what servers call no reward
+FAULTS = {  # what servers call no reward
+    "code", "detail", "error", "errors", "message", "retry_after", "status", "statusCode", "status_code", "success",
+}  # fmt: skip
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
 
 
@@ -53,7 +55,7 @@ def post(
         trusted = allow if url is None else hosts(url)
         where = row["reward_url"] if url is None else url
         said = await ask(where, body, allow=trusted, timeout_s=timeout_s, attempts=attempts)
-        if isinstance(said, dict) and "reward" not in said and FAULTS & said.keys():
+        if isinstance(said, dict) and _is_fault(said):
             raise ServerError(f"{keys.redacted(str(where))}: must answer with a reward, got {json.dumps(said):.200}")
         return said
 
@@ -120,13 +122,24 @@ async def ask(
     raise ServerError(f"{shown}: {trouble}, in each of {attempts} attempts")
 
 
+def _is_fault(said: Mapping[str, Any]) -> bool:
+    """Whether an object is an error, not a reward: it has nothing but names of FAULTS, or one with a text, an object,
+    or the number of a status."""
+    if "reward" in said or not said:
+        return False
+    faults = [value for name, value in said.items() if name in FAULTS]
+    is_one = lambda x: not isinstance(x, int | float) or isinstance(x, bool) or 400 <= x < 600
+    return len(faults) == len(said) or any(map(is_one, faults))
+
+
 async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:
     data = await read_body(answer, url, LARGEST)
     try:
         said = json.loads(data)
     except (ValueError, RecursionError):
         raise ServerError(f"{url}: the answer is not JSON: {bytes(data[:80])!r}") from None
-    if not isinstance(said, dict | list) and not {"Content-Length", "Transfer-Encoding"} & answer.headers.keys():
+    cut = isinstance(said, int | float) and not isinstance(said, bool)
+    if cut and not {"Content-Length", "Transfer-Encoding"} & answer.headers.keys():
         raise ServerError(
             f"{url}: a number must come with a Content-Length, for a part of one is a number, too, got {said!r:.80}"
         )

@@ -38,7 +38,7 @@ from ..types import Generate, Sample, Workflow
 from . import length_bias
 from .curriculum import Adaptive, EasyFirst, success
 from .curriculum import Prompts as Prompts
-from .episodes import group, stop
+from .episodes import group, outcome, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream
@@ -133,7 +133,7 @@ class Executor:
         self._changed = asyncio.Event()
         self._closed = False
         self._error: BaseException | None = None
-        self._refused = self._failed = 0  # consecutive
+        self._refused = self._failed = self._unscored = 0  # consecutive; of those refused without a reward
         self._total = dict(rejected=0, refused=0, failed=0, stopped=0, dropped=0, retries=0, lost=0)
         self._lengths = length_bias.Lengths(groups_per_batch)
         if cursor is not None:
@@ -365,8 +365,8 @@ class Executor:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         samples, accepted = ([], False) if error is not None else task.result()
         declined = "refused" if samples else "rejected"
-        outcome = "accepted" if accepted else declined if error is None else "failed"
-        events.emit("group", prompt=prompt, admitted=running[0], outcome=outcome)
+        end = "accepted" if accepted else declined if error is None else "failed"
+        events.emit("group", prompt=prompt, admitted=running[0], outcome=end)
         tokens = _length(samples) if samples else None
         self._lengths.end(prompt, asyncio.get_running_loop().time(), tokens)
         if not accepted:
@@ -374,14 +374,16 @@ class Executor:
             self._left_out[prompt] = success(samples)
         if accepted:
             self._ready[prompt] = samples[0].info["admitted"], samples
-            self._failed = self._refused = 0
+            self._failed = self._refused = self._unscored = 0
         elif error is None:
             self._total[declined] += 1
             self._refused += 1
+            self._unscored += bool(samples) and all(x != x for x in map(outcome, samples))
             if self._refused >= REFUSED_BATCHES * self.groups_per_batch:
                 self._error = ValueError(
-                    f"Executor: {self._refused} groups in a row were refused by the workflow or by accept; "
-                    "check whether the task is solved already, or out of reach"
+                    f"Executor: {self._refused} groups in a row were refused by the workflow or by accept, "
+                    f"{self._unscored} of them without any reward; check whether the reward fails or answers null, or "
+                    "the task is solved already, or out of reach"
                 )
         elif isinstance(error, ServerError):
             said = one_line(error)
