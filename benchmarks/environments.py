@@ -176,11 +176,11 @@ TASKS = {
     ),
     "calculator": Task(
         "verifiers:calculator", calculator.conversations, 0.9, tokens=48, length=512, imitation=150, groups=16,
-        games=1024,
+        games=1024, steps=80, lr=1e-4,
     ),
     "places": Task(
         "search:{}", looks, 0.9, {"corpus": "{}/corpus.jsonl", "k": 1}, tokens=32, length=512, imitation=150, groups=16,
-        games=1024, tasks="places.py",
+        games=1024, lr=1e-4, tasks="places.py",
     ),
     "repairs": Task(
         "harbor:{}", repairs, 0.9, {"turns": 4}, tokens=64, length=512, imitation=150, steps=40, groups=8, lr=1e-4,
