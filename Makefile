@@ -22,6 +22,7 @@ clients := .venv-clients
 environments := .venv-environments
 tasksets := .venv-tasksets
 sandboxes := .venv-sandboxes
+more := .venv-environments-more
 agentlightning := .venv-agentlightning
 site := .venv-docs
 llamacpp := .venv-llama-cpp
@@ -189,7 +190,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-agentlightning test-sandboxes test-sglang test-vllm ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-environments-more test-sglang test-vllm ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)
@@ -316,24 +317,20 @@ test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapte
 	$(environments)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments
 	$(tasksets)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_verifiers_tasksets.py
 
-.PHONY: test-sandboxes
-test-sandboxes: export PYTHONPATH := $(CURDIR)/.dev
-test-sandboxes: $(dev) $(sandboxes)/.done ## test machines at E2B, Daytona and Modal by their SDKs, against doubles of the services
+.PHONY: test-environments-more
+test-environments-more: export PYTHONPATH := $(CURDIR)/.dev
+test-environments-more: $(dev) $(more)/.done $(agentlightning)/.done $(sandboxes)/.done ## the same of inspect-ai, tinker-cookbook, agent-lightning, and of hosted sandboxes against doubles (installs them: 1 GB)
+	$(more)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_inspect_ai.py tests/environments/test_tinker_cookbook.py
+	$(agentlightning)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_agentlightning.py
 	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py
 
-.PHONY: test-agentlightning
-test-agentlightning: export PYTHONPATH := $(CURDIR)/.dev
-test-agentlightning: $(dev) $(agentlightning)/.done ## test agents of agent-lightning, which has packages of its own
-	$(agentlightning)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_agentlightning.py
-
 # They borrow the packages of .venv, behind their own.
-alone = tests/environments/nemo-gym.txt tests/environments/tinker-cookbook.txt# without what these require
-$(environments)/.done: tests/environments/requirements.txt $(alone)
+alone = --no-deps --ignore-requires-python -r
+$(environments)/.done: tests/environments/requirements.txt tests/environments/nemo-gym.txt
 	@echo "installing environments into $(environments): minutes, once"
 	@$(PYTHON) -m venv $(environments)
 	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
-	  $(addprefix -r ,$(alone))
+	@$(environments)/bin/python -m pip install --quiet --disable-pip-version-check $(alone) tests/environments/nemo-gym.txt
 	@$(py) $(purelib) > "$$($(environments)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
@@ -342,6 +339,14 @@ $(tasksets)/.done: tests/environments/tasksets.txt
 	@$(PYTHON) -m venv $(tasksets)
 	@$(tasksets)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(tasksets)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(more)/.done: tests/environments/more.txt tests/environments/tinker-cookbook.txt
+	@echo "installing inspect-ai and tinker-cookbook into $(more): a minute, once"
+	@$(PYTHON) -m venv $(more)
+	@$(more)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(more)/bin/python -m pip install --quiet --disable-pip-version-check $(alone) tests/environments/tinker-cookbook.txt
+	@$(py) $(purelib) > "$$($(more)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 $(sandboxes)/.done: tests/environments/sandboxes.txt

@@ -22,6 +22,7 @@ from areax.recipes import grpo
 from areax.recipes.shared import environments
 from areax.rollout.types import Sampling
 
+pytest.importorskip("inspect_ai", reason="it has an environment of its own")
 SUMS, ROW = "inspect_ai:inspected:sums", {"split": "train", "index": 2}
 
 

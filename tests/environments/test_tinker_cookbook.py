@@ -20,6 +20,7 @@ from areax.recipes import grpo
 from areax.recipes.shared import environments
 from areax.rollout.types import Sampling
 
+pytest.importorskip("tinker_cookbook", reason="it has an environment of its own")
 ENV, ROW = "tinker_cookbook:tinkered:Builder", {"split": "train", "batch": 2, "index": 0}
 RECIPES = "tinker_cookbook:tinker_cookbook.recipes."
 ARITHMETIC = RECIPES + "math_rl.arithmetic_env:ArithmeticDatasetBuilder"
