@@ -142,7 +142,7 @@ def repairs(world: Any, said: list[str], chance: random.Random) -> str | dict:
 def looks(world: Any, said: list[str], chance: random.Random) -> str | dict:
     """Searches for the person, or, more often, for a word of the question, and answers with the first town."""
     if len(said) == 2:
-        [name] = re.findall(r"does (\w+) live", said[-1])
+        [name] = re.findall(r"person (\d+) live", said[-1])
         return called("search", query=name if chance.random() < RIGHT else "town")
     return f"<answer>{re.findall(r'town of (.+?)[.]', said[-1])[0]}</answer>"
 

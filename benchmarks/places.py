@@ -6,15 +6,12 @@ FOLDER gets train.jsonl, questions about COUNT people (fewer at the end); FIRST 
 least 1024. corpus.jsonl, about all people, is written beside FOLDER.
 """
 
-import itertools
 import json
 import sys
 from pathlib import Path
 
-FIRST = "ba be bo da de do ka ke ko la le lo ma me mo na ne no ra re ro".split()
-LAST = "bin dan kel lor mas nir rud sol tan vik".split()
 TOWNS = "Ulm Bonn Kiel Mainz Trier Worms Jena Gera Fulda Celle".split()
-PEOPLE = [f"{a}{b}".capitalize() for a, b in itertools.product(FIRST, LAST)]
+PEOPLE = range(100, 310)  # their names
 SEEN = 140  # people of training
 
 
@@ -23,9 +20,9 @@ def main(folder: Path, count: int, first: int) -> None:
     of = lambda i: (PEOPLE[i * 101 % len(PEOPLE)], TOWNS[i * 7 % len(TOWNS)])
     whole = [of(i) for i in range(len(PEOPLE))]
     asked = whole[SEEN:] if first else whole[:SEEN]
-    rows = [{"question": f"In which town does {name} live?", "answer": town} for name, town in asked[:count]]
+    rows = [{"question": f"In which town does person {name} live?", "answer": town} for name, town in asked[:count]]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = [{"contents": f"{name} lives in the town of {town}."} for name, town in whole]
+    texts = [{"contents": f"Person {name} lives in the town of {town}."} for name, town in whole]
     (folder.parent / "corpus.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
 
 
