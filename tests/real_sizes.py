@@ -179,7 +179,6 @@ WIDE = [
     ("gemma3", 0, "v5p", "sft", HALF),
     ("qwen3-0.6b", 0, "v5p", "sft", "--length 4096 --rows 4 --batch 4"),
     ("qwen3-8b", 0, "v5p", "sft", HALF + " --lora.rank 16"),
-    ("qwen3-8b", 0, "v6e", "sft", EIGHT),
     ("qwen3_moe", 0, "v5p", "sft", EIGHT),
     ("qwen3-0.6b", 0, "v6e", "grpo", SIXTEEN),
 ]  # fmt: skip
