@@ -367,7 +367,7 @@ async def train(
             stop,
         )  # fmt: skip
         done = trainer.version
-        giving_up.check_numbers(named)
+        giving_up.check_numbers(named, done)
         if seconds is not None and not online:
             giving_up.check_end(done)
         served = sorted({server.label for server in fleet.healthy})

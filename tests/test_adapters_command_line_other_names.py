@@ -111,7 +111,11 @@ def test_a_recipes_own_option_of_that_name_is_no_alias():
         ("train grpo", "--loss-type dapo", "loss_type is here: dapo, grpo: --objective.denominator token, sequence"),
         ("train grpo", "--epsilon 0.2", "is here: --objective.clip-low; --objective.clip-high is a bound of its own"),
         ("train grpo", "--epsilon-high 0.2", "is here: --objective.clip-high; see"),
-        ("train grpo", "--vllm-gpu-memory-utilization 1", "is here: --servers, addresses of vLLM, SGLang or areax serve"),
+        (
+            "train grpo",
+            "--vllm-gpu-memory-utilization 1",
+            "is here: --servers, addresses of vLLM or SGLang; none",
+        ),
         ("train grpo", "actor_rollout_ref.rollout.n=8", "verl's rollout.n is here: --group-size; see"),
         ("train grpo", "--actor_rollout_ref.rollout.n 8", "verl's rollout.n is here: --group-size; see"),
         ("train grpo", "--data.train_batch_size 8", "verl's data.train_batch_size is here: --groups; see"),

@@ -56,7 +56,12 @@ def test_a_step_whose_numbers_are_not_finite_names_the_models(name):
     with pytest.raises(
         ValueError, match="the last steps learnt nothing: .*weights of --critic.model value-model, --model"
     ):
-        GivingUp.restored(steps.kept).check_numbers(models(PPO))
+        steps.check_numbers(models(PPO))
+    again = GivingUp.restored({"giving_up": {**steps.kept["giving_up"], "later": 1}})
+    again.check_numbers("x")  # options may be others now
+    again.see({"skipped": 1.0})
+    with pytest.raises(ValueError, match="learnt nothing"):
+        again.check_numbers("x")
 
 
 def test_updates_that_are_all_skipped():
@@ -67,3 +72,13 @@ def test_updates_that_are_all_skipped():
     steps.see({"skipped": 1.0})
     with pytest.raises(ValueError, match="learnt nothing"):
         steps.check_numbers("x")
+
+
+def test_a_short_run_whose_updates_are_all_skipped():
+    steps = GivingUp()
+    for _ in range(3):
+        steps.see({"skipped": 1.0})
+    steps.check_numbers("x")
+    steps.check_numbers("x", 4)  # one was not
+    with pytest.raises(ValueError, match="learnt nothing"):
+        steps.check_numbers("x", 3)

@@ -1,11 +1,14 @@
 """What vLLM answers, as version 0.32 was seen to, and what of it is refused; the real server is in tests/vllm_cpu."""
 
 import asyncio
+import base64
 import contextlib
 import copy
+import io
 import json
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -116,12 +119,16 @@ def test_it_is_told_from_sglang_and_described():
         (("/version",), {}, "must be SGLang, vLLM or areax serve"),
         (("/weight_info",), {}, "vLLM must be started with VLLM_SERVER_DEV_MODE=1"),
         (("/server_info",), {}, "vLLM must be started with VLLM_SERVER_DEV_MODE=1"),
+        ((), None, "vLLM must be started with VLLM_SERVER_DEV_MODE=1"),
         ((), {"logprobs_mode": "processed_logits"}, "needs --logprobs-mode processed_logprobs, got processed_logits"),
     ],
 )
 def test_servers_that_were_not_started_for_it_say_so(missing, changes, words):
     config = copy.deepcopy(CONFIG)
-    config["vllm_config"]["model_config"] |= changes
+    if changes is None:
+        config["vllm_config"] = None
+    else:
+        config["vllm_config"]["model_config"] |= changes
     with pytest.raises(ValueError, match=words):
         asked(lambda api: api.describe(timeout_s=2.0), config=config, missing=missing)
 
@@ -175,6 +182,35 @@ def test_a_wrong_answer_names_the_server(change, words):
     change(answer, answer["choices"][0])
     with pytest.raises(ServerError, match=rf"http://127.*/inference/v1/generate: .*{words}"):
         generated(answer, stop_token_ids=[2])
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "sent, words",
+    [
+        (npy(np.zeros((6, 2, 3), np.float32)), "must be 2 per layer and token, got float32"),
+        (npy(np.zeros((6, 2, 3), np.uint8)), r"must be 2 per layer and token, got uint8\[6, 2, 3\]"),
+        (npy(np.full((6, 2, 2), 2**32 + 1, np.uint64)), "must be numbers from 0 on, got 4294967297"),
+        (npy(np.full((6, 2, 2), -1, np.int32)), "must be numbers from 0 on, got -1"),
+        (npy(np.zeros((6, 2, 2), np.uint8))[:-8], "must be 2 per layer and token"),
+        (base64.b64encode(b"PK\x03\x04" + bytes(60)).decode(), "must be a .npy file"),
+        ("!", "lacks what a single request returns"),
+    ],
+)
+def test_experts_that_are_none_are_refused(sent, words):
+    answer = copy.deepcopy(ANSWER)
+    answer["choices"][0]["routed_experts"] = sent
+    work = lambda api: api.generate(PROMPT, {"max_new_tokens": 2}, rid="abc", experts_per_token=2)
+    with pytest.raises(ServerError, match=words):
+        asked(work, answer)
+    answer["choices"][0]["routed_experts"] = npy(np.arange(24, dtype=np.uint8).reshape(6, 2, 2))
+    part, _ = asked(work, answer)
+    assert part.routed.dtype == np.int32 and part.routed.ravel().tolist() == [*range(24)]
 
 
 def test_a_prompt_is_read():

@@ -118,6 +118,15 @@ def test_log_probabilities_of_the_probe_must_move_as_the_trainers_do(trainer, se
     probe(trainer, trainer)  # loaded again
 
 
+def test_small_steps_of_the_trainer_that_a_server_never_takes_add_up():
+    here = Server(SGLang("http://a", virtual.Network()), ["default"])
+    part = Part([], [], [], "length", "", {}, inputs=[[None, 5], [-1.0]])
+    for step in range(4):  # 0.005 nats each
+        verify.probe_difference(here, Probe((5, 6), (-1.0 - 0.005 * step,), 0.2), part)
+    with pytest.raises(ServerError, match="by 0.025 nats per token, got 0: it answered a push with success"):
+        verify.probe_difference(here, Probe((5, 6), (-1.025,), 0.2), part)
+
+
 def test_an_adapter_that_fails_the_probe_is_loaded_again():
     network = virtual.Network()
     url = network.start(0.01)

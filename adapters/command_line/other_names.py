@@ -115,7 +115,10 @@ TRL_GRPO = Names(
             "`--objective.advantage.components`, `--objective.advantage.component-weights`",
         ),
         ("`vllm_mode` colocate, `vllm_enable_sleep_mode`", "`--colocated`, `--serve.inside`"),
-        ("`use_vllm`, `vllm_*`", "`--servers`, addresses of vLLM, SGLang or `areax serve`; none = the run starts its own"),
+        (
+            "`use_vllm`, `vllm_*`",
+            "`--servers`, addresses of vLLM or SGLang; none = the run starts its own",
+        ),
         ("`log_completions`", "`--samples-every`"),
     ),
 )

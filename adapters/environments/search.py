@@ -57,7 +57,8 @@ class World:
         for row, place in datasets.placed(file):
             right = row.get("golden_answers", row.get("answer"))
             right = [right] if isinstance(right, str) else right
-            if not (isinstance(row.get("question"), str) and right and all(isinstance(one, str) for one in right)):
+            texts = isinstance(right, list) and right and all(isinstance(one, str) and one.strip() for one in right)
+            if not (isinstance(row.get("question"), str) and texts):
                 raise ValueError(f'search: {place}: must have "question", and "answer", a text or a list of texts')
             made.append({"question": row["question"], "answer": right, "corpus": hash_})
         return made
@@ -101,7 +102,7 @@ class World:
 def normal(text: str) -> str:
     """The text as answers are compared: lower case, without punctuation, articles, and spaces beyond one."""
     kept = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split()) or text.strip().lower()  # of "A" or "+"
 
 
 def _found(corpus: str, query: str, k: int) -> list[str]:

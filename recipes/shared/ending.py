@@ -30,10 +30,11 @@ class Stop:
 
     Attributes:
       asked: whether a signal came after `orderly` was called, or `ask` was.
+      interrupted: whether a signal interrupted.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.interrupted = False
         self._act: Callable[[], Any] | None = None
         self._first: tuple[int, float] | None = None  # the signal that asked, and when, until its echo comes
 
@@ -51,6 +52,7 @@ class Stop:
         if self.asked and first and number != first[0] and now - first[1] < ECHO_S:
             return
         if self._act is None or self.asked:
+            self.interrupted = True
             raise KeyboardInterrupt
         self._first = number, now
         if not liveness.lost.is_set():  # else by its watch: without the other processes no state can be saved
@@ -109,7 +111,7 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any], stop: Stop) -> Any:
     try:
         return await task
     except asyncio.CancelledError:
-        if not stop.asked:
+        if not stop.asked or stop.interrupted:
             raise
         return None
     finally:

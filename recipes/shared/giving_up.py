@@ -29,7 +29,11 @@ class GivingUp:
 
     @classmethod
     def restored(cls, cursor: Mapping[str, Any] | None) -> "GivingUp":
-        return cls(**(cursor or {}).get("giving_up", {}))
+        """As the state of a run says, whose next step is tried in any case: options may be others now."""
+        kept = (cursor or {}).get("giving_up", {})
+        made = cls(**{name: kept[name] for name in ("batches", "completions", "lost") if name in kept})
+        made.lost = min(made.lost, LOST - 1)
+        return made
 
     @property
     def kept(self) -> dict[str, dict[str, int]]:
@@ -43,12 +47,13 @@ class GivingUp:
         else:
             self.lost = self.lost + 1 if report.get("skipped") == 1 else 0
 
-    def check_numbers(self, models: str) -> None:
-        """Raises ValueError, which names `models`, if steps are lost."""
-        if self.lost >= LOST:
+    def check_numbers(self, models: str, steps: int = LOST) -> None:
+        """Raises ValueError, which names `models`, if steps are lost: so many, or at the end all `steps` of a run."""
+        if steps and self.lost >= min(LOST, steps):
             raise ValueError(
                 f"the last steps learnt nothing: losses, values or a teacher's numbers are not finite; check {models} "
-                "(areax check), lower --optim.lr, or start anew with another --out"
+                "(areax check), lower the learning rate (--optim.lr, --critic.optim.lr) and start the same command "
+                "again, or take another --out"
             )
 
     def check_rewards(self, groups: Sequence[Sequence[Sample]]) -> None:

@@ -354,7 +354,7 @@ def fit(
                         saved_at = time.monotonic()
             finally:
                 report()
-            giving_up.check_numbers("the weights of --model and --teacher, and rows")
+            giving_up.check_numbers("the weights of --model and --teacher, and rows", done)
             stopped = stopped or processes.anyone(stop.asked)[0]
             if heldout and not stopped:  # a run that goes on evaluates then
                 save()

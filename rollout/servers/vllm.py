@@ -10,6 +10,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ class VLLM(Endpoint):
         try:
             weights = await self.reported_weights(timeout_s=timeout_s)
             info = (await self.call("GET", "/server_info?config_format=json", timeout_s=timeout_s))["vllm_config"]
-        except (ValueError, KeyError) as error:
+            parts = [part for part in info.values() if isinstance(part, dict)]
+        except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{self.url}: vLLM must be started with VLLM_SERVER_DEV_MODE=1 in its environment ({error})"
             ) from error
-        config = {name: value for part in info.values() if isinstance(part, dict) for name, value in part.items()}
+        config = {name: value for part in parts for name, value in part.items()}
         self.context, self.mode = positive(config, "max_model_len"), str(config.get("logprobs_mode"))
         if not self.mode.endswith("_logprobs"):
             raise ValueError(f"{self.url}: vLLM needs --logprobs-mode processed_logprobs, got {self.mode}")
@@ -320,7 +322,18 @@ def _routed(sent: Any, experts_per_token: int) -> np.ndarray | None:
     """The experts, i32[read, layers, experts a token], which vLLM sends as a .npy file in base64."""
     if not (experts_per_token and sent):
         return None
-    made = np.load(io.BytesIO(base64.b64decode(sent, validate=True)), allow_pickle=False).astype(np.int32)
-    if made.ndim != 3 or made.shape[2] != experts_per_token:
-        raise ServerError(f"routed experts must be {experts_per_token} per layer and token, got {list(made.shape)}")
-    return made
+    file = io.BytesIO(base64.b64decode(sent, validate=True))
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+    except Exception as error:  # its header is parsed as Python
+        raise ServerError(f"routed experts must be a .npy file ({answers.described(error)})") from error
+    data = file.read()
+    whole = dtype.kind in "iu" and len(shape) == 3 and shape[2] == experts_per_token and not by_columns
+    if not whole or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ServerError(f"routed experts must be {experts_per_token} per layer and token, got {dtype}{list(shape)}")
+    made = np.frombuffer(data, dtype).reshape(shape)
+    if made.size and not 0 <= int(made.min()) <= int(made.max()) < 2**31:
+        raise ServerError(f"routed experts must be numbers from 0 on, got {made.min()} to {made.max()}")
+    return made.astype(np.int32)

@@ -11,11 +11,14 @@ from ..errors import ServerError
 from ..servers.server import Server
 from ..servers.sglang import SGLang
 from ..servers.types import Loaded, Published, Reported
+from ..servers.vllm import VLLM
 from . import verify
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 60.0  # for the answer to the probe
+
+_unproved: set[str] = set()  # addresses of servers of which this was said
 
 
 async def load(server: Server, weights: Published, mode: str) -> Loaded:
@@ -75,6 +78,9 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     difference = verify.probe_difference(server, weights.probe, answer) if weights.probe and answer else None
     if ranks:
         verify.compare_checksums(server, weights, ranks)
+    elif isinstance(server.api, VLLM) and not weights.probe and server.url not in _unproved:
+        _unproved.add(server.url)
+        log.warning("%s: nothing proves its weights, without checksums and a probe; give --push.tolerance", server.url)
     server.weights_verified.set()
     return Loaded(pause_s, load_s, now() - resumed, difference)
 

@@ -105,6 +105,8 @@ def probe_difference(server: Server, known: Probe, part: Part) -> float:
                 f"by {moved:.3g} nats per token, got {there:.3g}: it answered a push with success and did not load it; "
                 "read its log"
             )
+        if moved <= MOVED:  # small steps add up
+            return difference
     server.probed = known, theirs
     return difference
 

@@ -264,7 +264,8 @@ async def _answer(
     own = worlds.pop(number) if method == "close" else worlds[number]
     if method in ("reset", "step"):
         value = await tools.called(getattr(own, method), *arguments)
-        return {"value": value, "tools": list(getattr(own, "tools", ())), "seat": getattr(own, "seat", 0)}
+        seat = own.seat if getattr(own, "seats", 1) != 1 else 0
+        return {"value": value, "tools": list(getattr(own, "tools", ())), "seat": seat}
     function = getattr(own, method, None)
     return {"value": await tools.called(function) if function else None}
 

@@ -46,7 +46,12 @@ def test_a_policy_searches_and_answers(place):
 
 @pytest.mark.parametrize(
     "said, right, equal",
-    [("the  Minster, of Ulm!", "minster of ulm", True), ("Ulm", "minster of Ulm", False), ("a", "the", True)],
+    [
+        ("the  Minster, of Ulm!", "minster of ulm", True),
+        ("Ulm", "minster of Ulm", False),
+        ("a", "the", False),
+        ("A", "a", True),
+    ],
 )
 def test_answers_are_compared_as_in_squad(said, right, equal):
     assert (search.normal(said) == search.normal(right)) is equal
@@ -57,6 +62,9 @@ def test_answers_are_compared_as_in_squad(said, right, equal):
     [
         ([{"question": "?"}], TEXTS, {}, 'asked.jsonl:1: must have "question", and "answer"'),
         ([{"question": "?", "answer": [1]}], TEXTS, {}, "asked.jsonl:1: must have"),
+        ([{"question": "?", "answer": 5}], TEXTS, {}, "asked.jsonl:1: must have"),
+        ([{"question": "?", "answer": " "}], TEXTS, {}, "asked.jsonl:1: must have"),
+        ([{"question": "?", "answer": {"value": "Ulm", "type": "x"}}], TEXTS, {}, "asked.jsonl:1: must have"),
         (ASKED, [{"body": "x"}], {}, 'texts.jsonl:1: must have "contents", or "text", got .*body'),
         (ASKED, [{"text": "a"}], {}, "must have texts with words, got 1 without any"),
     ],
