@@ -367,11 +367,11 @@ def served(task: Task, out: Path) -> Iterator[tuple[str, dict]]:
 HEAD = """# Environments of other libraries, learnt
 
 `python benchmarks/environments.py OUT` on a machine with two cores, with the packages of
-tests/environments/requirements.txt. A model of 0.6 million weights imitates a flawed player, then trains by
-`areax train grpo --env`, 16 groups of 8 episodes a step; 64 of reasoning_gym, 8 of `harbor`, whose tasks are programs to
-repair in a shell. Mean reward on 200 held-out tasks, greedily; of kuhn_poker in 2,000 games against the imitator, at temperature 1.
-The control has rewards permuted among the episodes of a batch. Seconds are those of both stages, on a machine with
-other work. Tasks of the file that are not here have not reached their level yet, or were not run.
+tests/environments/requirements.txt. A model of 0.6 million weights imitates a flawed player, then trains by `areax
+train grpo --env`, 16 groups of 8 episodes a step; 64 of reasoning_gym, 8 of `harbor`, whose tasks are programs to
+repair in a shell. Mean reward on 200 held-out tasks, greedily; of kuhn_poker in 2,000 games against the imitator, at
+temperature 1. The control has rewards permuted among the episodes of a batch. Seconds are those of both stages, on a
+machine with other work. Tasks of the file that are not here have not reached their level yet, or were not run.
 
 | task | options | before | after | must reach | control | steps | seconds |
 |---|---|---|---|---|---|---|---|
