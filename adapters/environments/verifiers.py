@@ -24,6 +24,7 @@ from . import library
 
 LOADING = threading.Lock()
 CLOSING_S = 10.0
+CONNECT_S = 60.0  # many episodes begin together, and openai's own 5 s are few on a busy machine
 TOO_LONG = "context length"  # what the gateway says of a prompt that is
 
 
@@ -97,7 +98,8 @@ class Agent:
         from verifiers.legacy import clients, errors
 
         if not self._client:
-            self._client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+            wait = openai.Timeout(None, connect=CONNECT_S)  # the run ends episodes
+            self._client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=wait)
         client = clients.OpenAIChatCompletionsClient(self._client.copy(api_key=api_key))
         state = await env.rollout(tasks[row["index"]], client, "areax", {})
         error = state.get("error")
