@@ -107,3 +107,40 @@ def test_a_task_that_exits_does_not_end_the_process_in_silence(status):
 
     with pytest.raises(ValueError, match=f"^a task that the workflow started .*: SystemExit: {status} .*ending.py:"):
         ending.run(main())
+
+
+@pytest.mark.parametrize(
+    "end, words",
+    [
+        (lambda: asyncio.get_running_loop().stop(), "^the event loop was stopped, as by a workflow"),
+        (
+            lambda: [task.cancel() for task in asyncio.all_tasks()],
+            "^the run's own task was cancelled",
+        ),
+    ],
+)
+def test_code_that_ends_the_event_loop_is_named(end, words):
+    async def main():
+        end()
+        await asyncio.sleep(60)
+
+    with pytest.raises(ValueError, match=words):
+        ending.run(main())
+
+
+def test_a_second_signal_is_no_orderly_end():
+    async def main(stop):
+        async def work():
+            send(signal.SIGTERM)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                send(signal.SIGTERM)
+                await asyncio.sleep(0)
+
+        return await ending.interruptible(work(), stop)
+
+    with ending.stop_signal() as stop:
+        with pytest.raises((KeyboardInterrupt, asyncio.CancelledError)):
+            asyncio.run(main(stop))
+        assert stop.asked and stop.interrupted
