@@ -71,10 +71,14 @@ async def serving(answer=None, config=CONFIG, missing=()):
     async def get(request):
         return web.json_response(said[request.path])
 
+    async def detokenize(request):
+        return web.json_response({"prompt": {5: "a", 6: ""}.get((await request.json())["tokens"][0])})
+
     app = web.Application()
     for path in said.keys() - missing:
         app.router.add_get(path, get)
     app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_post("/detokenize", detokenize)
     for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/abort_requests"):
         app.router.add_post(path, post)
     runner = web.AppRunner(app, access_log=None)
@@ -211,6 +215,12 @@ def test_experts_that_are_none_are_refused(sent, words):
     answer["choices"][0]["routed_experts"] = npy(np.arange(24, dtype=np.uint8).reshape(6, 2, 2))
     part, _ = asked(work, answer)
     assert part.routed.dtype == np.int32 and part.routed.ravel().tolist() == [*range(24)]
+
+
+def test_each_token_has_a_text_or_the_server_is_named():
+    assert asked(lambda api: api.texts([5, 6, 5]))[0] == ["a", "", "a"]
+    with pytest.raises(ServerError, match="/detokenize: must return a text for each of 2 tokens"):
+        asked(lambda api: api.texts([5, 7]))
 
 
 def test_a_prompt_is_read():

@@ -2,8 +2,8 @@
 
 State and batch follow from the parameter table and the sharding rules, and are exact; so are activations saved for the
 backward pass (`activations`). Temporaries are estimates: what XLA's buffer assignment for GPUs, or for TPUs,
-has at the peak, part by part of a step (`phases`), in models of real widths within 10 % of it
-(tests/compilers/test_plans.py).
+has at the peak, part by part of a step (`phases`): within 10 % of it in models of real widths
+(tests/compilers/test_plans.py), but up to twice too high for mixtures with large experts over fsdp on TPUs.
 """
 
 import functools

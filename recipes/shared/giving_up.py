@@ -20,7 +20,8 @@ class GivingUp:
 
     Attributes:
       batches, completions: in a row without a reward.
-      lost: steps in a row without an update because numbers are not finite; LOST if it is because of all tokens' own.
+      lost: steps in a row that made no update because numbers are not finite; LOST at once if a step can use none of
+        its tokens (UNUSABLE).
     """
 
     batches: int = 0

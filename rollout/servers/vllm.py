@@ -244,7 +244,10 @@ class VLLM(Endpoint):
         ask = lambda token: self.call("POST", "/detokenize", {"tokens": [int(token)]}, timeout_s=timeout_s)
         told = await asyncio.gather(*map(ask, tokens))
         with answers.named(f"{self.url}/detokenize"):
-            return [answers.text(one["prompt"]) for one in told]
+            texts = [one["prompt"] for one in told]
+        if not all(isinstance(text, str) for text in texts):
+            raise ServerError(f"{self.url}/detokenize: must return a text for each of {len(tokens)} tokens")
+        return texts
 
     def _check_name(self, answer: Mapping[str, Any], rid: str) -> None:
         if (name := answer["request_id"]) != PREFIX + rid:
@@ -297,7 +300,7 @@ def _body(
 
 
 def _parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling parameters, all that it has a default for in the model's generation_config.json named."""
+    """The sampling parameters under vLLM's names, with the log probability of each sampled token asked for."""
     given = {RENAMED.get(name, name): value for name, value in sampling.items() if name not in GRAMMARS}
     grammar = {GRAMMARS[name]: value for name, value in sampling.items() if name in GRAMMARS}
     return given | {"logprobs": 0} | ({"structured_outputs": grammar} if grammar else {})
