@@ -20,7 +20,7 @@ from areax.core import losses
 from areax.models import frozen as teacher
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, teachers
 from areax.rollout import client
-from areax.rollout.processes import keys
+from areax.rollout.fleet import members
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
 
@@ -113,7 +113,7 @@ def check(config: Config) -> None:
     """Raises ValueError for options that exclude each other."""
     spec = config.objective
     for url in config.teachers:
-        keys.check_address(url, "--teachers")
+        members.check(url.rpartition("=")[2], "--teachers", lists=False)
     if bool(config.teacher) == bool(config.teachers):
         both = "both" if config.teacher else "none"
         raise ValueError(f"distill: name either --teacher, a directory, or --teachers, servers, got {both}")

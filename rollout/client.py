@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import aiohttp
 
 from .errors import ServerError
-from .fleet import health, offload
+from .fleet import health, members, offload, registry
 from .fleet.fleet import Fleet as Fleet
 from .fleet.fleet import Restart
 from .fleet.timeouts import TIMEOUTS
 from .fleet.timeouts import Timeouts as Timeouts
 from .processes import keys
 from .servers.endpoint import Endpoint, Missing
-from .servers.server import Handover
+from .servers.server import Handover, Server
 from .servers.server import connect as connect_server
+
+if TYPE_CHECKING:
+    from .weights.file_server import FileServer, Stager
 
 
 @contextlib.asynccontextmanager
@@ -41,6 +47,8 @@ async def connect(
     """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
     Args:
+      urls: addresses, or lists that may change meanwhile (`fleet.members`): `@FILE`, `dns+http://NAME:PORT`,
+        `join+http://HOST:PORT`. Of lists alone it waits for the first server that answers.
       concurrency: most requests on one server at a time; further ones wait here, in order.
       timeout_s: how many seconds a `generate` call may take without progress, waits, retries and pauses included. A
         resumption with new tokens is progress, and so are tokens that arrive where `on_tokens` is given.
@@ -65,15 +73,21 @@ async def connect(
     Raises ServerError if a server or a stager does not answer, ValueError for invalid addresses, and if one refuses the
     key.
     """
-    for url in (*urls, *stagers):
+    entries, stagers = list(urls), [url.rstrip("/") for url in stagers]
+    for entry in entries:
+        members.check(entry, "connect")
+    for url in stagers:
         keys.check_address(url, "connect")
-    urls, stagers = ([url.rstrip("/") for url in some] for some in (urls, stagers))
-    if not urls or len(set(urls)) != len(urls):
-        raise ValueError(f"connect: urls must name one or more different servers, got {urls}")
-    if stagers and len(stagers) != len(urls):
+    fixed = [entry.rstrip("/") for entry in entries if not members.is_list(entry)]
+    named = [entry for entry in entries if members.is_list(entry)]
+    if not entries or len(set(fixed)) + len(set(named)) != len(entries):
+        raise ValueError(f"connect: urls must name one or more different servers, got {entries}")
+    if stagers and len(stagers) != len(entries):
         raise ValueError(
-            f"connect: stagers must be one per server, in the same order, got {len(stagers)} for {len(urls)}"
+            f"connect: stagers must be one per server, in the same order, got {len(stagers)} for {len(entries)}"
         )
+    if stagers and named:
+        raise ValueError(f"connect: stagers of the servers of a list are in the list, got some beside {named[0]}")
     if concurrency < 1:
         raise ValueError(f"connect: concurrency must be at least 1, got {concurrency}")
     # Idle connections are dropped before the server does so (uvicorn: after 5 s), lest a request meets a closing one.
@@ -81,50 +95,71 @@ async def connect(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        servers = await asyncio.gather(
-            *(
-                connect_server(
-                    url,
-                    http,
-                    ready_s=ready_s,
-                    reach_s=timeouts.reach_s,
-                    key_variable=key_variable,
-                    handover=handover,
-                    vocabulary=vocabulary,
-                )  # fmt: skip
-                for url in urls
-            )
-        )
-        if stagers:
-            from .weights import file_server  # imports a web server, which only fleets with stagers need
+        staging = Staging(http, stack)
 
-            here = await stack.enter_async_context(file_server.serve(file_server.towards(stagers[0])))
-            for server, url in zip(servers, stagers, strict=True):
-                server.stager = file_server.Stager(url, http, here)
-            await asyncio.gather(*(server.stager.check(timeout_s=ready_s) for server in servers if server.stager))
+        async def reach(url: str, stager: str, ready_s: float) -> Server:
+            server = await connect_server(
+                url, http, ready_s=ready_s, reach_s=timeouts.reach_s, key_variable=key_variable, handover=handover,
+                vocabulary=vocabulary,
+            )  # fmt: skip
+            if stager:
+                server.stager = await staging.at(stager, ready_s=ready_s)
+            return server
+
+        routes = {
+            name: await stack.enter_async_context(registry.serve(name)) for name in named if members.is_route(name)
+        }
+        lists = members.Lists({name: routes.get(name) or members.reader(name) for name in named})
+        pairs = itertools.zip_longest(fixed, stagers, fillvalue="")
+        servers = await asyncio.gather(*(reach(url, stager, ready_s) for url, stager in pairs))
+        if named:
+            servers += await members.first(lists, {*fixed}, functools.partial(reach, ready_s=ready_s), bool(servers))
         fleet = assemble(
             servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
-            experts_per_token=experts_per_token, longest=longest, image_token=image_token, ends=ends,
+            experts_per_token=experts_per_token, longest=longest, image_token=image_token, ends=ends, reach=reach,
+            elastic=bool(named),
         )  # fmt: skip
-        watching = asyncio.create_task(health.watch(fleet))
+        tasks = [asyncio.create_task(health.watch(fleet))]
+        tasks += [asyncio.create_task(members.follow(fleet, lists, fixed))] if named else []
         try:
             yield fleet
         finally:
-            watching.cancel()
+            for task in tasks:
+                task.cancel()
             await offload.resume_all(fleet)
             await fleet.close()
-            await asyncio.gather(watching, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Staging:
+    """Connections to stagers; the file server that they fetch from starts with the first."""
+
+    def __init__(self, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack):
+        self._http, self._stack, self._starting = http, stack, asyncio.Lock()
+        self._here: FileServer | None = None
+
+    async def at(self, url: str, *, ready_s: float) -> Stager:
+        """The stager at an address; raises as `connect`."""
+        from .weights import file_server  # imports a web server, which only fleets with stagers need
+
+        async with self._starting:
+            if self._here is None:
+                self._here = await self._stack.enter_async_context(file_server.serve(file_server.towards(url)))
+        stager = file_server.Stager(url, self._http, self._here)
+        await stager.check(timeout_s=ready_s)
+        return stager
 
 
 async def check_keys(urls: Iterable[str], stagers: Iterable[str] = (), *, key_variable: str = keys.SERVER) -> None:
     """Asks servers and stagers whether they take the key, before a run loads anything; arguments as `connect`.
 
-    One that does not answer may still be starting: that is left to `connect`.
+    One that does not answer may still be starting: that is left to `connect`, and so are lists of servers.
 
     Raises ValueError for a key that is refused or not valid.
     """
     async with aiohttp.ClientSession() as http:
-        ours = [(url, key_variable, ["/model_info", "/v1/models"]) for url in urls]  # SGLang's, vLLM's
+        fixed = [url for url in urls if not members.is_list(url)]
+        ours = [(url, key_variable, ["/model_info", "/v1/models"]) for url in fixed]  # SGLang's, vLLM's
         asked = [*ours, *((url, keys.STAGER, ["/versions"]) for url in stagers)]
         for url, variable, paths in asked:
             endpoint = Endpoint(url.rstrip("/"), http, key_variable=variable)

@@ -63,7 +63,8 @@ class Log:
         """Logs the update that made version v; the `on_step` of `loop.run`."""
         groups = report.pop("groups")
         report |= self._figures.step(seconds) | {"tokens_per_second": report["tokens"] / seconds["step_s"]}
-        report |= self._rollout.lengths() | {"limit": min(self._fleet.room(server) for server in self._fleet.servers)}
+        room = [self._fleet.room(server) for server in self._fleet.servers]
+        report |= self._rollout.lengths() | ({"limit": min(room)} if room else {})
         if self.offload_s is not None:
             report["rest_s"] = self.offload_s
         beside = {name: seconds.pop(name) for name in loop.BACKGROUND}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.packer import Trie
 from areax.recipes.shared.rows import Bad
 from areax.recipes.shared.vision import Vision
+from areax.rollout.fleet import members
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
 from areax.rollout.scheduling.curriculum import Curriculum
@@ -170,7 +170,7 @@ class Training:
 
     def __post_init__(self):
         for url in self.teachers:
-            keys.check_address(url, "--teachers")
+            members.check(url.rpartition("=")[2], "--teachers", lists=False)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ class Serving:
     """Generation servers, and how weights reach them.
 
     Attributes:
-      servers: addresses of generation servers; none = starts its own on this machine. Their key, if any, is in
+      servers: addresses of generation servers; none = starts its own on this machine. Lists that may change meanwhile:
+        @FILE, dns+http://NAME:PORT, join+http://HOST:PORT (docs/servers.md). The servers' key, if any, is in
         AREAX_SERVER_KEY, or in the file that AREAX_SERVER_KEY_FILE names.
       serve: options of servers that the run starts.
       completion_timeout_s: seconds that a completion may go without progress before it is given up; must exceed the
@@ -200,9 +201,8 @@ class Serving:
     colocated: bool = False
 
     def __post_init__(self):
-        for option, urls in (("--servers", self.servers), ("--stagers", self.stagers)):
-            for url in urls:
-                keys.check_address(url, option)
+        for url in self.stagers:
+            keys.check_address(url, "--stagers")
 
 
 @dataclass(frozen=True)
@@ -282,15 +282,17 @@ def _out_of_range(config: Any) -> Iterator[str]:
 
 
 def serving_conflicts(servers: Sequence[str], serve: local.Serve) -> Iterator[str]:
-    """Why these addresses of servers, and options of servers started here, cannot be used, one sentence each."""
+    """Why these addresses of servers, and options of servers started here, cannot be used, one sentence each.
+
+    Raises ValueError for one that is no address.
+    """
+    for entry in servers:
+        members.check(entry, "--servers")
     if servers and serve != local.Serve():
         given = changed(serve, "serve")
         yield f"--serve.* are for servers that are started here, got {given} beside --servers; leave out one of them"
     if len(set(servers)) < len(servers):
         yield f"--servers must differ, got {' '.join(servers)}"
-    for url in servers:
-        if not _is_address(url):
-            yield f"--servers must be addresses such as http://127.0.0.1:30000, got {url!r}"
     if serve.context < 2 and serve.context:
         yield f"--serve.context must be at least 2, or 0 = as long as needed, got {serve.context}"
     if serve.dtype not in DTYPES:
@@ -301,14 +303,6 @@ def changed(options: Any, name: str) -> str:
     """The options of a group that are not the default, as on the command line; "" if there are none."""
     now, default = (by_option(dataclasses.asdict(x)) for x in (options, type(options)()))
     return ", ".join(f"--{name}.{option} {value}" for option, value in now.items() if value != default[option])
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        return False
 
 
 def _rollout_conflicts(config: Any) -> Iterator[str]:
@@ -345,6 +339,8 @@ def _rollout_conflicts(config: Any) -> Iterator[str]:
 
 def _server_conflicts(config: Any) -> Iterator[str]:
     serving, lora = config.serving, config.training.lora
+    if serving.colocated and (lists := [entry for entry in serving.servers if members.is_list(entry)]):
+        yield f"--colocated needs servers that stay, with which devices are shared, got --servers {lists[0]}"
     if serving.colocated and config.rollout.eta:
         yield (
             "--colocated offloads servers while the trainer updates, so that nothing is generated ahead: it needs "

@@ -26,6 +26,8 @@ async def ask(
       until: time of the loop's clock at which the request is aborted; None = never.
       experts, on_tokens: `experts_per_token` and `on_tokens` of `SGLang.generate`.
     """
+    if not server.seeded:  # in a fleet of both kinds the others need one
+        sampling = {option: value for option, value in sampling.items() if option != "seed"}
     name = "" if until is None else secrets.token_hex(16)
     ending = None if until is None else asyncio.create_task(_abort_at(until, server, name))
     try:

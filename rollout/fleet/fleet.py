@@ -27,7 +27,7 @@ from ..servers import concurrency as pressure
 from ..servers import gauges, image_tokens, prefix_routing
 from ..servers.endpoint import Broken, Busy, Unreached, backoff
 from ..servers.labels import version_of
-from ..servers.server import Server, connect
+from ..servers.server import Server
 from ..servers.types import SOUND, Part, Published, State
 from ..types import Completion, Finish, Image
 from ..weights import lora
@@ -52,6 +52,8 @@ class Rerouted(Broken):
     """The server was taken out of traffic while it processed the request."""
 
 
+# Connects to the server at an address within some seconds, and to its stager, if the second address is not "".
+Reach = Callable[[str, str, float], Awaitable[Server]]
 # Ends a server's process and starts another one with these weights, if any; returns its address.
 Restart = Callable[[str, Published | None], Awaitable[str]]
 
@@ -68,6 +70,7 @@ class Fleet:
       servers: all of them; those in state `healthy` take requests.
       published: the newest pushed version, which a recovering server loads.
       publishing: held during a push: no server becomes healthy with another version meanwhile.
+      seeded: whether all servers honour `seed`, those that join, too.
       not_offloaded: cleared while servers are offloaded (`offload.offload`); no server is recovered then.
       restart: replaces a dead server's process, if possible.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
@@ -91,6 +94,8 @@ class Fleet:
         longest: int = 0,
         image_token: int | None = None,
         ends: Sequence[int] = (),
+        reach: Reach | None = None,
+        elastic: bool = False,
     ):
         """
         Args:
@@ -101,8 +106,11 @@ class Fleet:
           longest: tokens at which generation ends, prompt included; see `client.connect`.
           image_token: the id that stands for a feature of an image; None = prompts have no images.
           ends: ids that end every completion; see `client.connect`.
+          reach: connects to a further server, for `join`.
+          elastic: further servers may join at any time, so that requests wait while there is none.
         """
         self.servers = list(servers)
+        self.seeded = all(server.seeded for server in self.servers)
         self.published: Published | None = None
         self.publishing = asyncio.Lock()
         self.not_offloaded = asyncio.Event()
@@ -114,6 +122,8 @@ class Fleet:
         self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
         self._experts_per_token, self._longest = experts_per_token, longest
         self._image_token, self._ends = image_token, tuple(ends)
+        self._reach, self._elastic = reach, elastic
+        self._first = self.servers[0].label if self.servers else ""  # weights before the first push
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -122,8 +132,8 @@ class Fleet:
         return [server for server in self.servers if server.state == "healthy"]
 
     def raise_if_unrecoverable(self) -> None:
-        """Raises ServerError, with the reasons, if every server is dead or leaving."""
-        if all(server.state in ("dead", "leaving") for server in self.servers):
+        """Raises ServerError, with the reasons, if every server is dead or leaving and no other may join."""
+        if not self._elastic and all(server.state in ("dead", "leaving") for server in self.servers):
             reasons = "; ".join(server.why for server in self.servers)
             raise ServerError(f"no usable generation server is left ({reasons})")
 
@@ -146,9 +156,9 @@ class Fleet:
         return min((server.context for server in self.servers if server.context), default=0)
 
     @property
-    def seeded(self) -> bool:
-        """Whether all servers honour `seed`."""
-        return all(server.seeded for server in self.servers)
+    def waiting(self) -> int:
+        """How many requests wait here for a server with room."""
+        return len(self._waiting)
 
     async def generate(
         self,
@@ -224,7 +234,7 @@ class Fleet:
             max_new_tokens = min(max_new_tokens, longest - len(tokens))
             min_new_tokens = min(min_new_tokens, max_new_tokens)
         stops = dict.fromkeys(map(int, (*stop_token_ids, *(() if ignore_eos else self._ends))))
-        if seed is None and self.seeded:  # such servers give every request without a seed the same
+        if seed is None and any(server.seeded for server in self.servers):  # they give all without a seed the same
             seed = random.getrandbits(63)
         sampling = {
             "temperature": float(temperature),
@@ -590,29 +600,19 @@ class Fleet:
         for address in (url, stager):
             keys.check_address(address, "join")
         url = url.rstrip("/")
+        if not self._reach:
+            raise ValueError(f"join: this fleet takes no further servers, got {url}")
+        if self.servers and (self.servers[0].stager is None) != (stager == ""):
+            raise ValueError(f"join: a server has a stager where the others have one, got {stager!r} for {url}")
+        server = await self._reach(url, stager.rstrip("/"), ready_s)
         if any(server.url == url for server in self.servers):
             raise ValueError(f"join: {url} is in the fleet already")
-        others = self.servers[0].stager
-        if (others is None) != (stager == ""):
-            raise ValueError(f"join: a server has a stager where the others have one, got {stager!r} for {url}")
-        server = await connect(
-            url,
-            self.servers[0].api.http,
-            ready_s=ready_s,
-            reach_s=self.timeouts.reach_s,
-            key_variable=self.servers[0].api.key_variable,
-            handover=self.servers[0].handover,
-            vocabulary=self.servers[0].api.vocabulary,
-        )
-        if others:
-            server.stager = others.at(stager.rstrip("/"))
-            await server.stager.check(timeout_s=ready_s)
         if self.seeded and not server.seeded:
             raise ValueError(
                 f"join: {url} honours no seed, the others do; start SGLang with --enable-deterministic-inference"
             )
-        if not self.published and server.label != self.servers[0].label:
-            raise ServerError(f"join: {url} has weights {server.label!r}, the others {self.servers[0].label!r}")
+        if not self.published and server.label != self._first:
+            raise ServerError(f"join: {url} has weights {server.label!r}, the others {self._first!r}")
         self.servers.append(server)
         self.counts["joined"] += 1
         self.fail(server, "stale", f"{url}: joined")
@@ -620,11 +620,12 @@ class Fleet:
     async def leave(self, url: str, *, patience_s: float = 600.0) -> None:
         """Removes the server at `url` once its requests have finished; after `patience_s` they move to other servers.
 
-        Raises ValueError if there is no such server, or no other one.
+        Raises ValueError if there is no such server, or no other one and none may join.
         """
         url = url.rstrip("/")
         found = [server for server in self.servers if server.url == url]
-        if not found or all(server.state == "leaving" for server in self.servers if server.url != url):
+        last = all(server.state == "leaving" for server in self.servers if server.url != url)
+        if not found or (last and not self._elastic):
             raise ValueError(f"leave: must name one of several servers, got {url} of {[s.url for s in self.servers]}")
         [server] = found
         if server.recovery:
