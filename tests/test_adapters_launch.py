@@ -140,6 +140,22 @@ def test_devices_of_other_kinds(monkeypatch):
         launch_devices.of_each(2, 1, 1, 1, {})
 
 
+def test_servers_of_other_kinds_get_what_training_needs():
+    own = launch_config.Config(servers=2, server=launch_config.Server(kind="vllm", devices=2, dtype="bfloat16"))
+    words = " ".join(
+        launch_config.server_words(own, ["train", "grpo", "--model", "my model", "--length", "4096"], "h", 7)
+    )
+    assert words == (
+        "env VLLM_SERVER_DEV_MODE=1 vllm serve my model --host h --port 7 --tensor-parallel-size 2 --enable-scale-out "
+        "--logprobs-mode processed_logprobs --dtype bfloat16 --max-model-len 4096"
+    )
+    own = launch_config.Config(servers=1, server=launch_config.Server(kind="sglang", context=512))
+    words = " ".join(launch_config.server_words(own, ["train", "grpo", "--model", "m"], "h", 7))
+    assert words == (
+        "python -m sglang.launch_server --model-path m --host h --port 7 --tp-size 1 --dtype auto --context-length 512"
+    )
+
+
 @pytest.mark.parametrize(
     "words, told",
     [
@@ -153,11 +169,19 @@ def test_devices_of_other_kinds(monkeypatch):
         ("--servers 1 -- train grpo --model m --serve.count=4", "got --serve.count in the command; leave it out\n"),
         (
             "--servers 1 --server.devices 2 -- train grpo --model m",
-            "is for --server.command, got 2 without; `areax serve` takes --server.mesh",
+            "is for --server.kind and --server.command, got 2 without; `areax serve` takes --server.mesh",
         ),
         (
             "--servers 1 --server.mesh.tp 2 --server.command {port} -- train grpo --model m",
-            "is for `areax serve`, got tp 2 with",
+            "no options of `areax serve`, got --server.mesh.dp 1 --server.mesh.ep 1 --server.mesh.tp 2; set ",
+        ),
+        (
+            "--servers 1 --server.kind vllm --server.slots 4 -- train grpo --model m",
+            "no options of `areax serve`, got --server.slots 4",
+        ),
+        (
+            "--servers 1 --server.kind vllm --server.command {port} -- train grpo --model m",
+            "both say which server, got kind vllm; leave out one",
         ),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train r.py", "at most --slurm.gpus-per-node 4, got 8"),

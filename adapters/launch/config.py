@@ -20,6 +20,17 @@ from .host import PYTHON
 MOST = 10_000  # processes or servers: more than the largest clusters run, and two ports each are left for the servers
 MOST_DEVICES, MOST_CPUS = 1024, 4096  # of one process
 SHARED = "/shared"  # where pods and nodes see a shared folder
+COMMANDS = {  # of kinds of servers, with the option that bounds their context
+    "sglang": (
+        "python -m sglang.launch_server --model-path {model} --host {host} --port {port} --tp-size {devices}",
+        "--context-length",
+    ),
+    "vllm": (
+        "env VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host {host} --port {port} --tensor-parallel-size {devices} "
+        "--enable-scale-out --logprobs-mode processed_logprobs",
+        "--max-model-len",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -27,19 +38,26 @@ class Server(EngineOptions):
     """Options of a generation server.
 
     Attributes:
-      devices: devices of each server that `command` starts.
+      kind: `areax serve`, or SGLang or vLLM with the options that training needs; they must be in PATH.
+      devices: devices of each server of another kind, or that `command` starts.
       mesh: devices of each `areax serve`, and how it uses them (docs/serve.md).
       context: maximum sequence length, prompt plus completion; the model's limit if that is lower. 0 = the command's
         `--length`, if it has one.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
-      command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
-        "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
+      command: a command of your own that starts a server, with {model}, {host}, {port} and {devices} filled in; "" =
+        that of `kind`.
     """
 
+    kind: Literal["areax", "sglang", "vllm"] = "areax"
     devices: int = 1
     context: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     command: str = ""
+
+    @property
+    def template(self) -> str:
+        """The command of a server, to be filled in; "" = that of `areax serve`."""
+        return self.command or COMMANDS.get(self.kind, ("",))[0]
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class Kubernetes:
       file: file to write the manifest to; "" = print it.
       kind: jobset, whose controller (JobSet) the cluster needs, or job: a plain indexed Job, without servers.
       image: container image with areax, as the Dockerfile's.
-      server_image: image of the servers if `server.command` needs another; "" = `image`.
+      server_image: image of the servers if another kind or `server.command` needs another; "" = `image`.
       name: name of the objects, and first part of the pods' hostnames.
       resource: resource name of the devices, such as nvidia.com/gpu or google.com/tpu; "" = CPUs.
       memory: memory requested per pod, as in 64Gi; "" = none.
@@ -151,12 +169,12 @@ class Config:
     @property
     def server_devices(self) -> int:
         """Devices of each server."""
-        return self.server.devices if self.server.command else self.server.mesh.devices
+        return self.server.devices if self.server.template else self.server.mesh.devices
 
     @property
     def server_option(self) -> str:
         """The option that says so."""
-        return "server.devices" if self.server.command else "server.mesh"
+        return "server.devices" if self.server.template else "server.mesh"
 
     def __post_init__(self):
         serverless = self.on == "local" and not self.servers
@@ -178,15 +196,22 @@ class Config:
             both = self.processes + self.servers
             options = f"--processes {self.processes}" + f" and --servers {self.servers}" * bool(self.servers)
             memory.check(f"areax launch: {options}", both * memory.PROCESS)
-        if not self.server.command and self.server.devices != 1:
+        if not self.server.template and self.server.devices != 1:
             raise ValueError(
-                f"areax launch: --server.devices is for --server.command, got {self.server.devices} without; `areax "
-                "serve` takes --server.mesh, such as --server.mesh.tp 2"
+                f"areax launch: --server.devices is for --server.kind and --server.command, got {self.server.devices} "
+                "without; `areax serve` takes --server.mesh, such as --server.mesh.tp 2"
             )
-        if self.server.command and self.server.mesh.devices > 1:
+        if self.server.command and self.server.kind != "areax":
             raise ValueError(
-                f"areax launch: --server.mesh is for `areax serve`, got {self.server.mesh} with --server.command; set "
-                "--server.devices, and the command's own options"
+                f"areax launch: --server.command and --server.kind both say which server, got kind {self.server.kind}; "
+                "leave out one of them"
+            )
+        lost = self.server.words if self.server.command else replace(self.server, context=0).words
+        lost += ["--dtype", self.server.dtype] if self.server.command and self.server.dtype != "auto" else []
+        if self.server.template and lost:
+            raise ValueError(
+                "areax launch: another server takes no options of `areax serve`, got "
+                f"{' '.join(lost).replace('--', '--server.')}; set --server.devices, and others by --server.command"
             )
         if "{port}" not in (self.server.command or "{port}"):
             raise ValueError(
@@ -232,7 +257,7 @@ def check_servers(config: Config, command: list[str]) -> None:
             "areax launch: --servers serve the weights of --model, got --init random, which has none; save a "
             "checkpoint first"
         )
-    if option(command, "--model") is None and "{model}" in (config.server.command or "{model}"):
+    if option(command, "--model") is None and "{model}" in (config.server.template or "{model}"):
         raise ValueError(
             "areax launch: --servers serve the command's --model, got none; add it, or set --server.command with "
             "the path in it"
@@ -259,11 +284,15 @@ def new_keys(*variables: str) -> dict[str, str]:
 def server_words(config: Config, command: list[str], host: str, port: int | str) -> list[str]:
     """The command that starts a server at an address."""
     server, model = config.server, option(command, "--model") or ""
-    if server.command:
-        filled = {"{model}": model, "{host}": host, "{port}": str(port)}
-        fill = lambda word: re.sub(r"\{(model|host|port)\}", lambda found: filled[found[0]], word)
-        return [fill(word) for word in shlex.split(server.command)]
     context = str(server.context or option(command, "--length") or "")
+    if server.template:
+        filled = {"{model}": model, "{host}": host, "{port}": str(port), "{devices}": str(server.devices)}
+        fill = lambda word: re.sub(r"\{(model|host|port|devices)\}", lambda found: filled[found[0]], word)
+        words = [fill(word) for word in shlex.split(server.template)]
+        if server.command:
+            return words
+        bound = COMMANDS[server.kind][1]
+        return [*words, "--dtype", server.dtype, *([bound, context] if context else [])]
     return [
         "env", "AREAX_PROCESSES=1",  # by itself, also as one of several tasks of a scheduler's step
         *([f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if server.mesh.devices > 1 else []),

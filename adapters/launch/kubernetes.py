@@ -104,7 +104,7 @@ def _check(config: Config) -> None:
 def _secret(config: Config, stage: bool) -> dict[str, Any]:
     """A Secret with new keys; empty if none is needed. Its name has their hash: another manifest's, with other keys,
     is another object, and a job that runs keeps its own."""
-    wanted = [keys.SERVER] * (config.servers > 0 and not config.server.command) + [keys.STAGER] * stage
+    wanted = [keys.SERVER] * (config.servers > 0 and not config.server.template) + [keys.STAGER] * stage
     if not wanted:
         return {}
     values = {name: secrets.token_urlsafe(32) for name in wanted}

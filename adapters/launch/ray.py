@@ -73,7 +73,7 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
     # Ray sets OMP_NUM_THREADS to the reserved CPUs; restore the launcher's setting.
     environ: dict[str, str | None] = {**passed, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
-    if config.servers and not config.server.command:  # another server may have no key, or one of its own
+    if config.servers and not config.server.template:  # another server may have no key, or one of its own
         environ |= new_keys(keys.SERVER)
     stage = option(command, "--published") is None and any(node != first[1] for _, node in places[config.processes :])
     if stage:

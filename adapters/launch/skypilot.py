@@ -52,7 +52,7 @@ def task(config: Config, command: list[str]) -> str:
         made["resources"]["accelerators"] = options.accelerators
     if options.shared:
         made["file_mounts"] = {SHARED: {"source": options.shared, "mode": "MOUNT"}}
-    wanted = [keys.SERVER] * (config.servers > 0 and not config.server.command) + [keys.STAGER] * stage
+    wanted = [keys.SERVER] * (config.servers > 0 and not config.server.template) + [keys.STAGER] * stage
     if wanted:
         made["secrets"] = {name: secrets.token_urlsafe(32) for name in wanted}
     made |= {"setup": options.setup, "run": _script(config, command, place, stage)}

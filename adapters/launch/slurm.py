@@ -113,7 +113,7 @@ done
         start = f"""# Folders on the servers' nodes, which the stagers remove: in memory, with room for three versions.
 stage=/dev/shm/areax-$SLURM_JOB_ID
 {start}"""
-    names = [] if config.server.command else [keys.SERVER]  # another server may have no key, or one of its own
+    names = [] if config.server.template else [keys.SERVER]  # another server may have no key, or one of its own
     names += [keys.STAGER] if stage else []
     if names:
         start = f"""# Keys for this job, unless the environment has them; never arguments, which every user can read.

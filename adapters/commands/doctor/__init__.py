@@ -21,6 +21,7 @@ def findings() -> Iterator[Finding]:
     yield from packages.required()
     yield from devices.devices()
     yield from packages.extras()
+    yield from packages.servers()
     yield from machine.machine()
 
 

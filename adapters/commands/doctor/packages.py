@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -62,6 +63,17 @@ def extras() -> Iterator[Finding]:
                 yield note(f"{name} is not installed, for {user}: pip install 'areax[{extra}]'")
             else:
                 yield _lacking(name, least) or ok(f"{name} {version(name)}, for {user}")
+
+
+def servers() -> Iterator[Finding]:
+    """The programs of vLLM's servers; SGLang's are an extra."""
+    if found := shutil.which("vllm"):
+        yield ok(f"{found}, for areax launch --server.kind vllm")
+    else:
+        yield note(
+            "vllm is not in PATH, for areax launch --server.kind vllm: pip install vllm in an environment of its own, "
+            "whose bin/ goes into PATH"
+        )
 
 
 def requirements(extra: str) -> list[tuple[str, str]]:
