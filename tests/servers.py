@@ -190,21 +190,57 @@ def sglangs(python):
         parent.stdin.close()
 
 
+class Restartable(Remote):
+    """A real server on the CPU that can be killed and started again at its address.
+
+    Args:
+      kind: areax, sglang or vllm.
+      python: that of the environment with SGLang or vLLM.
+      options: of its command line.
+    """
+
+    def __init__(self, kind, path, python, log, *options):
+        super().__init__(free_port())
+        self.kind, self._log, own = kind, log, []
+        self._environ = dict(os.environ) if kind == "areax" else without_jax()
+        if kind == "areax":
+            own = [sys.executable, "-m", "areax", "serve", str(path), "--slots", "16", "--context", "4096"]
+        elif kind == "sglang":
+            own = [python, SERVE, "--model-path", str(path)]
+        elif kind == "vllm":
+            own = [str(Path(python).with_name("vllm")), "serve", str(path), "--host", "127.0.0.1"]
+            own += ["--dtype", "float32", "--enforce-eager"]
+            self._environ |= {
+                "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+                "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            }  # fmt: skip
+        self._command = [*own, "--port", str(self.port), *options]
+
+    def start(self):
+        with open(self._log, "a") as out:
+            self._process = subprocess.Popen(
+                self._command, stdout=out, stderr=subprocess.STDOUT, env=self._environ, start_new_session=True
+            )
+
+    def ready(self):
+        started(self, lambda: self._process.poll() is None, self._log, "/health")
+
+    def kill(self):
+        """Kills it with its children."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 @contextlib.contextmanager
-def vllm(path, python, log, *options):
-    """Runs the real vLLM server on the CPU with its environment's `python`; `options` go to its command line."""
-    port, command = free_port(), [str(Path(python).with_name("vllm")), "serve", str(path)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", *options]
-    own = {
-        "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    with open(log, "w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=without_jax() | own)
-    with ended(process):
-        remote = Remote(port)
-        started(remote, lambda: process.poll() is None, log, "/health")
+def restartable(kind, path, python, log, *options):
+    """Runs a `Restartable`."""
+    remote = Restartable(kind, path, python, log, *options)
+    remote.start()
+    try:
+        remote.ready()
         yield remote
+    finally:
+        remote.kill()
 
 
 def free_port():

@@ -1,4 +1,4 @@
-"""What vLLM answers, as version 0.32 was seen to, and what of it is refused; the real server is in tests/vllm_cpu."""
+"""What vLLM answers, as version 0.32 was seen to, and what of it is refused; the real server is in tests/contract."""
 
 import asyncio
 import base64
@@ -16,9 +16,11 @@ from areax.rollout import client
 from areax.rollout.errors import ServerError
 from areax.rollout.servers import kinds
 from areax.rollout.servers.image_tokens import TokensPrompt
+from areax.rollout.servers.server import Server
+from areax.rollout.servers.types import Part, Probe
 from areax.rollout.servers.vllm import VLLM
 from areax.rollout.types import Image
-from areax.rollout.weights import tensors
+from areax.rollout.weights import tensors, verify
 
 CONFIG = {"vllm_config": {
     "model_config": {"dtype": "torch.float32", "quantization": None, "max_model_len": 1024,
@@ -278,3 +280,25 @@ def test_what_is_not_sent_to_vllm_is_refused():
                 await tensors.handover(lambda arrays: iter([("", True)]))(fleet.servers[0], None, True)
 
     asked(work)
+
+
+@pytest.mark.parametrize(("moved", "found"), [(0.0, False), (0.03, False), (0.06, True)])
+def test_weights_replaced_under_their_label_are_found_by_the_probe(moved, found):
+    known, now = Probe((1, 2, 3), (-1.0, -2.0)), [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]]
+
+    class Api:
+        url = "http://vllm"
+
+        async def read(self, tokens, **_):
+            return Part([], [], [], "length", "", {}, inputs=now)
+
+    async def main():
+        server = Server(Api(), ["1-0000abcd"])
+        assert await verify.replaced(server, timeout_s=1.0) == ""  # it has passed no probe yet
+        server.weights_verified.set()
+        verify.probe_difference(server, known, await Api().read(()))
+        now[1][0] -= 2 * moved
+        return await verify.replaced(server, timeout_s=1.0)
+
+    why = asyncio.run(main())
+    assert ("moved by 0.06 nats per token, but its label is still '1-0000abcd'" in why) if found else why == ""

@@ -21,6 +21,7 @@ from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import Serving
 from areax.rollout import client, loop
 from areax.rollout.engine import in_process
+from areax.rollout.fleet import members
 from areax.rollout.fleet.push import Push, push_weights
 from areax.rollout.processes import folders
 from areax.rollout.servers.labels import label_of, read_label
@@ -182,7 +183,10 @@ async def by_name(policy: Learner, options: Serving) -> Lora | None:
     else:
         modules = peft.modules(policy.settings, policy.adapters)
         rank = peft.exported_rank(policy.settings, policy.adapters)
-        why = await named.refusal(options.servers, rank, modules)
+        fixed = [entry for entry in options.servers if not members.is_list(entry)]
+        why = await named.refusal(fixed, rank, modules)
+        if not why and len(fixed) < len(options.servers) and wanted != "adapter":
+            why = "servers that join later may have no adapters; if all have, --push.lora adapter"
     if why and wanted == "adapter":
         raise ValueError(f"--push.lora adapter: {why}; use --push.lora merged")
     if why:

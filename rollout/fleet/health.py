@@ -23,7 +23,7 @@ from ..servers.concurrency import Limit
 from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import Reported
-from ..weights import load, lora
+from ..weights import load, lora, verify
 from .fleet import Fleet, Restart, labels_of
 
 log = logging.getLogger(__name__)
@@ -194,5 +194,7 @@ async def _check(fleet: Fleet, server: Server) -> None:
     why = server.replaced(now)
     with contextlib.suppress(ServerError, ValueError):  # whether it answers at all is known already
         why = why or await lora.replaced(server, timeout_s=fleet.timeouts.heartbeat_answer_s)
+        if not (why or now.source):  # it does not say where its weights are from
+            why = await verify.replaced(server, timeout_s=fleet.timeouts.heartbeat_answer_s)
     if why:
         fleet.fail(server, "stale", f"{server.url}: {why}")

@@ -87,15 +87,14 @@ def probe_difference(server: Server, known: Probe, part: Part) -> float:
 
     Raises ServerError if it exceeds the tolerance, or the server's have not moved as the trainer's have.
     """
-    theirs = [row[0] for row in part.inputs][1:]
-    if len(theirs) != len(known.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
-        raise ServerError(f"{server.url}: returns no log-probabilities for the probe of {len(known.tokens)} tokens")
+    theirs = _of_prompt(server, part, len(known.tokens))
     difference = _apart(theirs, known.logp)
     if not difference <= known.tolerance:
         raise ServerError(
             f"{server.url}: log-probabilities of the probe must be within {known.tolerance:g} nats per token of the "
             f"trainer's, got {difference:.3g}: its weights are not those it reports, or it computes differently"
         )
+    server.read = known.tokens, theirs
     if server.probed and server.probed[0].tokens == known.tokens:
         before, theirs_before = server.probed
         moved, there = _apart(known.logp, before.logp), _apart(theirs, theirs_before)
@@ -109,6 +108,32 @@ def probe_difference(server: Server, known: Probe, part: Part) -> float:
             return difference
     server.probed = known, theirs
     return difference
+
+
+async def replaced(server: Server, *, timeout_s: float) -> str:
+    """Why a server's weights are others than those that were verified, although their label is the same: it computes
+    other log-probabilities of the probe; "" = they are not, or there was no probe.
+
+    Raises as `SGLang.read`.
+    """
+    label, read = server.label, server.read
+    if read is None or not server.weights_verified.is_set():
+        return ""
+    tokens, before = read
+    adapter = server.adapters[-1] if server.adapters else ""
+    part = await server.api.read(tokens, adapter=adapter, timeout_s=timeout_s)
+    now = _of_prompt(server, part, len(tokens))
+    if server.read is not read or server.label != label or (moved := _apart(now, before)) <= 2 * MOVED:
+        return ""
+    return f"log-probabilities of the probe have moved by {moved:.3g} nats per token, but its label is still {label!r}"
+
+
+def _of_prompt(server: Server, part: Part, tokens: int) -> list[float]:
+    """The log-probabilities of each token of a prompt but the first; raises ServerError if there are not all."""
+    theirs = [row[0] for row in part.inputs][1:]
+    if len(theirs) != tokens - 1 or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
+        raise ServerError(f"{server.url}: returns no log-probabilities for the probe of {tokens} tokens")
+    return theirs
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:
