@@ -276,6 +276,33 @@ def test_a_command_is_the_first_text_that_it_names(copied):
     assert of("agent") is of(f"{sys.executable} -c '{'x = 1;' * 100}'") is None
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workflow_options": json.dumps({"tools": ["grading/digits.py:f"], "turns": 3})},
+        {"env": "inspect_ai:grading/digits.py:task"},
+        {"env": "verifiers:grading.digits"},
+        {"env": "a=tinker_cookbook:grading/digits.py:Builder:2,b=own.py:World"},
+        {"env": "own.py:World", "env_options": json.dumps({"reward": "grading/digits.py:f"})},
+    ],
+)
+def test_code_that_is_named_behind_a_kind_or_in_options_is_part_of_a_run(copied, options):
+    given = {
+        "reward": "areax.rollout.rewards:none",
+        "row": "",
+        "teacher": "",
+        "distill_coef": 0.0,
+        "data": "",
+        **options,
+    }
+    known = contents.of(started(**given), tokenizer.load("model"))
+    saved(copied, known)
+    contents.check(started(**given), known, False)
+    (copied / "grading/digits.py").write_text("from . import numbers\nOTHER = 1\n")
+    with pytest.raises(ValueError, match="must be as when the run began"):
+        contents.check(started(**given), contents.of(started(**given), tokenizer.load("model")), False)
+
+
 @pytest.mark.parametrize("lora", [Lora(rank=2, alpha=32.0), Lora(rank=2, rslora=True), Lora(rank=2, base="int8")])
 def test_adapters_go_on_with_what_they_were_trained_with(copied, lora):
     with pytest.raises(ValueError, match=r"^--lora.(alpha|rslora|base): must be the run's, (16.0|false|stored), "):

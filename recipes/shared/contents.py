@@ -26,7 +26,7 @@ from areax.rollout.workflows import resolve
 # A hash is named by the option, of which this is hashed, or OPTION: WHAT.
 HOLD = {
     "model": "weights", "teacher": "weights", "critic.model": "weights", "reward": "code", "workflow": "code",
-    "row": "code", "env": "code",
+    "row": "code", "env": "code", "workflow-options": "code", "env-options": "code",
 }  # fmt: skip
 OF_TOKENIZER = "tokenizer", "tokenizer's rules", "special tokens", "chat template"  # must stay, whatever --model is
 OF_FROZEN = "model: config.json", "model"  # must stay while weights of --model are used that the state does not hold
@@ -34,7 +34,7 @@ TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapt
 WEIGHTS = "*.safetensors", "config.json"
 OF_ADAPTERS = (*TRAINED_WITH, "lora.targets")  # what the state's arrays do not show, kept with their hashes
 NONE = "none"  # of a file that is not there
-IMPORTED = "what its code imports"
+IMPORTED, BEHIND = "what its code imports", "code of its name"
 INSTALLED = "site-packages", "dist-packages"  # folders of code that is not the user's own
 TEXTS = (  # which two tokenizers with the same vocabulary may split in two ways
     "The quick brown fox jumps over 1,234,567 lazy dogs.",
@@ -71,14 +71,17 @@ def of(config: Any, tokens: Any) -> dict[str, str]:
     """
     options = resume.options(config)
     named = {name: options[name] for name in HOLD if options.get(name)}
+    if "env" in named:  # which stands for both
+        named = {name: value for name, value in named.items() if name not in ("workflow", "workflow-options")}
     made: dict[str, str] = {}
     for name, value in named.items():
         if HOLD[name] == "weights":
             made |= _of_model(name, Path(hub.folder(value)), name != "model" or options["init"] != "random")
         else:
-            several = [share.env for share in environments.shares(value, "")] if name == "env" else []
-            code, *imported = [one for place in several or [value] for one in _code(place)] or [""]
+            code, *imported = [one for place in _places(name, value) for one in _code(place)] or [""]
             made |= {name: code, f"{name}: {IMPORTED}": _hash(repr(imported)) if imported else NONE}
+            if behind := [one for place in _behind_kinds(value) for one in _code(place)] if name == "env" else []:
+                made[f"{name}: {BEHIND}"] = _hash(repr(behind))
     made |= _of_tokenizer(tokens)
     if served := options.get("teachers"):
         named["teachers"] = served
@@ -227,6 +230,30 @@ def _added(tokens: Any) -> list:
     """Tokens beside the vocabulary's own, which take spaces next to them along, or not."""
     flags = "content", "lstrip", "rstrip", "single_word", "normalized", "special"
     return [(id, *(getattr(one, flag) for flag in flags)) for id, one in sorted(tokens.added_tokens_decoder.items())]
+
+
+def _places(name: str, value: str) -> list[str]:
+    """The object paths in the value of an option: of several environments each; of options in JSON those among its
+    texts."""
+    if name == "env":
+        return [share.env for share in environments.shares(value, "")] or [value]
+    return [*_texts(json.loads(value))] if name.endswith("-options") else [value]
+
+
+def _behind_kinds(env: str) -> list[str]:
+    """The object paths behind the kinds of environments, as in inspect_ai:FILE.py:TASK, and modules, as in
+    verifiers:MODULE."""
+    names = [place.partition(":")[2] for place in _places("env", env)]
+    return [name if ":" in name else f"{name.replace('-', '_')}:" for name in names]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _code(path: str) -> list[str]:
