@@ -168,6 +168,15 @@ def test_a_stream_has_the_new_tokens_alone():
     assert (part.tokens, part.logp, part.labels) == ([155, 37], [-3.25, -3.5], ["1-0000abcd"] * 2)
 
 
+def test_an_event_of_another_request_is_not_taken_for_ours():
+    mixed = events()
+    mixed[0] |= {"request_id": "generate-tokens-abd"}
+    with pytest.raises(
+        ServerError, match="/inference/v1/generate: .*must be to request 'abc', got one to 'generate-tok"
+    ):
+        generated(mixed, lambda _: None)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -227,7 +236,7 @@ def test_each_token_has_a_text_or_the_server_is_named():
 
 def test_a_prompt_is_read():
     async def work(api):
-        api._check_name = lambda answer, rid: None  # of a random request
+        api._check_sender = lambda *_: None  # of a random request
         return await api.read(PROMPT, top_k=1)
 
     part, [body] = asked(work)

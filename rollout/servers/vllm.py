@@ -156,7 +156,7 @@ class VLLM(Endpoint):
         most, room, targets = (lora.get(name) for name in ("max_lora_rank", "max_cpu_loras", "target_modules"))
         if isinstance(most, int) and most < rank:
             return f"supports adapters of rank {most} at most, not {rank} (vLLM: --max-lora-rank)"
-        if isinstance(targets, list) and (missing := sorted(set(modules) - set(targets))):
+        if isinstance(targets, list) and (missing := sorted(set(modules) - {str(target) for target in targets})):
             return f"supports no adapters of {', '.join(missing)} (vLLM: --lora-target-modules)"
         if isinstance(room, int) and room <= ADAPTERS:
             return f"keeps {room} adapters at most, and a push needs {ADAPTERS + 1} (vLLM: --max-cpu-loras)"
@@ -197,6 +197,7 @@ class VLLM(Endpoint):
 
         def on_event(event: Mapping[str, Any]) -> None:  # the new tokens alone
             with answers.named(where):
+                self._check_sender(event, body["request_id"], adapter)
                 choice = _choice(event)
                 new = answers.ids(choice["token_ids"] or [], self.vocabulary)
                 seen.extend(new)
@@ -233,7 +234,7 @@ class VLLM(Endpoint):
         most = BESIDES + len(tokens) * (1 + top_k) * A_TOKEN
         answer = await self.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s, most=most)
         with answers.named(f"{self.url}/inference/v1/generate"):
-            self._check_name(answer, body["request_id"])
+            self._check_sender(answer, body["request_id"], adapter)
             rows = [_ranked(row or {}, self.vocabulary) for row in answer["prompt_logprobs"]]
             own = [[row.get(int(token), [None])[0], int(token), None] for row, token in zip(rows, tokens, strict=True)]
             top = [sorted((x for x in row.values() if x[2] <= top_k), key=lambda x: x[2]) for row in rows]
@@ -249,7 +250,10 @@ class VLLM(Endpoint):
             raise ServerError(f"{self.url}/detokenize: must return a text for each of {len(tokens)} tokens")
         return texts
 
-    def _check_name(self, answer: Mapping[str, Any], rid: str) -> None:
+    def _check_sender(self, answer: Mapping[str, Any], rid: str, adapter: str) -> None:
+        """Raises ServerError unless an answer, or an event of one, is to request `rid` and by the adapter asked for."""
+        if adapter and "model" in answer and answer["model"] != adapter:
+            raise ServerError(f"the answer must be by adapter {adapter!r}, got one by {answer['model']!r:.80}")
         if (name := answer["request_id"]) != PREFIX + rid:
             raise ServerError(
                 f"the answer must be to request {rid!r}, got one to {name!r:.80}; look for a proxy that mixes up "
@@ -261,14 +265,12 @@ class VLLM(Endpoint):
         experts: int, prompt: int,
     ) -> Part:  # fmt: skip
         """The answer, of a stream the last event with all tokens; raises ServerError, or one of `answers.MALFORMED`."""
-        self._check_name(answer, rid)
+        self._check_sender(answer, rid, adapter)
         tokens = answers.ids(choice["token_ids"] or [], self.vocabulary)
         if len(logp) != len(tokens):
             raise ServerError(f"logprobs of {len(logp)} tokens do not belong to the {len(tokens)} ids")
         if (finish := choice["finish_reason"]) not in answers.FINISHES:
             raise ServerError(f"the finish must be one of {', '.join(answers.FINISHES)}, got {finish!r:.80}")
-        if adapter and "model" in answer and answer["model"] != adapter:
-            raise ServerError(f"the answer must be by adapter {adapter!r}, got one by {answer['model']!r:.80}")
         usage, reason = answer.get("usage") or {"prompt_tokens": prompt}, choice.get("stop_reason")
         return Part(
             tokens=tokens,
