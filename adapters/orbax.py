@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 HASHES = "hashes.json"  # {"version", "files": {file: xxh3_128}}
 SEEN_S = 10.0  # in which a file of another process must be seen on a shared file system
 WRITING, DAMAGED = ".writing", ".damaged"
+LONGEST_S = 7 * 86400  # that a state may take: Orbax gives up after 20 minutes, by a clock that may jump
 CHUNK = 1 << 22  # bytes read and hashed at a time
 
 
@@ -60,7 +61,8 @@ class Store:
         _quiet()
         # Compression would make a state a seventh smaller, in three times the time, and hold it in memory once more.
         state, about = ocp.PyTreeCheckpointHandler(use_compression=False), ocp.JsonCheckpointHandler()
-        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=state, about=about))
+        handler = ocp.CompositeCheckpointHandler(state=state, about=about)
+        return ocp.AsyncCheckpointer(handler, async_options=ocp.options.AsyncOptions(timeout_secs=LONGEST_S))
 
     def save(self, version: int, state, cursor=None) -> None:
         """Copies the state to the host and writes it in the background; on a CPU it is written when this returns.
@@ -103,6 +105,8 @@ class Store:
         """Adds the hashes to a state that is being written, renames it to its name, and removes older states."""
         try:
             self._checkpointer.wait_until_finished()
+        except TimeoutError as error:
+            raise OSError(f"{self.path}: version {version} could not be written: {error}") from error
         except (
             ValueError
         ) as error:  # of tensorstore, for a full disk too: "... to file 5: No space left on device [...]"

@@ -45,6 +45,17 @@ def test_the_newest_two_states_are_kept(tmp_path):
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 3]
 
 
+def test_a_state_may_take_days_and_one_that_is_given_up_is_named(tmp_path):
+    """Orbax gives up by a clock that may jump, after 20 minutes unless told otherwise."""
+    with orbax.open_store(tmp_path / "state") as store:
+        manager = store._checkpointer._async_manager
+        assert manager._timeout_secs > 86400
+        manager._timeout_secs = 1e-6
+        with pytest.raises(OSError, match="state: version 1 could not be written: .*timed out"):
+            store.save(1, {"x": {"w": np.ones((500, 500))}})
+            store.wait()
+
+
 def test_one_process_of_a_job_may_look_at_the_newest_state(tmp_path, monkeypatch):
     with orbax.open_store(tmp_path) as store:
         store.save(3, fresh(), {"next": 7})
