@@ -124,6 +124,7 @@ class Fleet:
         self._image_token, self._ends = image_token, tuple(ends)
         self._reach, self._elastic = reach, elastic
         self._first = self.servers[0].label if self.servers else ""  # weights before the first push
+        self._lately = prefix_routing.Lately[Server]()
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -509,10 +510,12 @@ class Fleet:
         hashes = prompt.hashes() if len(self.servers) > 1 else []
         while True:
             self.raise_if_unrecoverable()
-            ready = [server for server in self.healthy if server.load < self.room(server) and not server.draining]
+            healthy = self.healthy
+            ready = self._with_room(self._lately.some(healthy, hashes)) or self._with_room(healthy)
             if ready:
                 server = prefix_routing.choose(ready, hashes)
                 server.cached.add(hashes)
+                self._lately.add(hashes, server)
                 server.load += 1
                 server.limit.sent(asyncio.get_running_loop().time(), server.load)
                 return server
@@ -524,6 +527,9 @@ class Fleet:
                 if waiter.done() and not waiter.cancelled():
                     self._wake()  # this turn goes to the next in line
                 raise
+
+    def _with_room(self, servers: Sequence[Server]) -> list[Server]:
+        return [server for server in servers if server.load < self.room(server) and not server.draining]
 
     def room(self, server: Server) -> int:
         """How many requests `server` may hold now."""

@@ -10,17 +10,20 @@ enough.
 from __future__ import annotations
 
 import bisect
+import random
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
 BLOCK = 64  # tokens; shorter prompts are cheap to compute anywhere
 TOKENS = 1 << 20  # tokens remembered for a server that does not report its cache size
 NONE: Mapping[int, str] = MappingProxyType({})
+MANY, SOME = 64, 16  # servers up to which all are compared; of more, so many at random
+LATELY, HOLDERS = 1 << 16, 4  # prompts of which it is known which servers got them last; so many of each
 SLACK, RATIO = 8, 1.25  # much busier = more than SLACK requests more, and more than RATIO times as many
 
 
@@ -62,6 +65,8 @@ class Cached:
 
     def match(self, hashes: Sequence[int]) -> int:
         """The number of leading blocks of a chain that are cached."""
+        if not hashes or hashes[0] not in self._known:  # as of most servers
+            return 0
         return bisect.bisect_left(hashes, True, key=lambda block: block not in self._known)
 
     def add(self, hashes: Sequence[int]) -> None:
@@ -78,6 +83,31 @@ class Cached:
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+class Lately(Generic[Choice]):
+    """Which servers got a prompt's first block last, where there are too many to compare all for each request."""
+
+    def __init__(self):
+        self._holders: OrderedDict[int, deque[Choice]] = OrderedDict()
+
+    def add(self, hashes: Sequence[int], server: Choice) -> None:
+        """Records that `server` got a prompt of these blocks."""
+        if hashes:
+            holders = self._holders.setdefault(hashes[0], deque(maxlen=HOLDERS))
+            if server not in holders:
+                holders.append(server)
+            self._holders.move_to_end(hashes[0])
+            if len(self._holders) > LATELY:
+                self._holders.popitem(last=False)
+
+    def some(self, servers: Sequence[Choice], hashes: Sequence[int]) -> list[Choice]:
+        """Those of `servers` among which to choose: all, or of many the holders of the prompt and some at random, the
+        least loaded of which is nearly the least loaded of all (the power of d choices)."""
+        if len(servers) <= MANY:
+            return list(servers)
+        holders = self._holders.get(hashes[0], ()) if hashes else ()
+        return [*{*random.sample(servers, SOME), *(holder for holder in holders if holder in servers)}]
 
 
 def choose(servers: Iterable[Choice], hashes: Sequence[int]) -> Choice:
