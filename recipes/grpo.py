@@ -318,7 +318,7 @@ async def train(
             rollouts.scheduler(
                 episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None, vocabulary=trainer.policy.settings.vocab,
-                experts=getattr(trainer.policy.settings, "experts", None),
+                experts=getattr(trainer.policy.settings, "experts", None), seen=vision.door(trainer.reading),
             )
         )  # fmt: skip
         if not complete:

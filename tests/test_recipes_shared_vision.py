@@ -18,6 +18,7 @@ from areax.core import kl, losses, optim, packing
 from areax.models.lora import Lora
 from areax.parallel import mesh
 from areax.recipes.shared import learner, rl_options, trainer, vision
+from areax.rollout.scheduling import validation
 from areax.rollout.types import Image, Sample
 
 NAME, COPY = "qwen3_vl", 61  # a token with the embedding of the one that stands for an image
@@ -205,6 +206,25 @@ def test_a_policy_learns_from_a_teacher_that_sees_the_images(place):
     state = built(place, teacher=str(place[0]), distill_coef=1.0, objective=objective)
     report = trainer.train_on_batch(state, groups(place))
     assert report["divergence"] == pytest.approx(0, abs=1e-6) and report["max_logp_diff"] <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"images": ()}, r"got \d+ tokens for 0 of 0 images"),
+        ({"images": (WIDE, WIDE)}, r"got \d+ tokens for \d+ of 2 images"),
+        ({"images": (Image(b"no image"),)}, "8 bytes are no image of PNG"),
+        ({"images": (Image(WIDE.data[:200]),)}, "is damaged"),
+    ],
+)
+def test_a_sample_whose_images_do_not_fit_is_refused_at_the_door(place, changes, words):
+    seen, whole = vision.door(built(place).reading), sample(place, (WIDE,), [5, 6, 7], 0, drawn=True)
+    made = validation.checked(whole, seen=seen)
+    assert made.images == whole.images
+    with pytest.raises(ValueError, match=words):
+        validation.checked(whole.replace(**changes), seen=seen)
+    with pytest.raises(ValueError, match="images must be none, because the model has no vision tower"):
+        validation.checked(whole, seen=vision.door(None))
 
 
 def test_what_cannot_be_is_refused_in_one_line(place):

@@ -406,6 +406,19 @@ async def plain(generate, row):
     return sampled([1], await generate([1]), temperature=1.0, info={"row": row})
 
 
+def test_a_regroup_that_writes_into_the_samples_it_compares_changes_none():
+    async def regroup(grouped):
+        for [one] in grouped:
+            one.tokens[-1], one.logp[:], one.version[-1], one.mask[:] = 999999, 3.0, 77, True
+            object.__setattr__(one, "weight", float("nan"))
+        return [Score(1.0)] * len(grouped)
+
+    [[(one, *_)], _], [[(other, *_)], _] = (one_batch(plain, G=1, group_size=2, regroup=how) for how in (None, regroup))
+    for name in ("tokens", "logp", "version", "mask", "weight"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert other.reward == 1.0
+
+
 def test_a_group_is_regrouped_before_it_is_accepted_and_so_is_its_baseline():
     """Episodes without samples are not seen; the others keep their numbers."""
     seen, made = [], Counter()

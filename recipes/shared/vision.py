@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +26,10 @@ SAID = {
     "auto": "without its vision tower, as no row has images", "frozen": "its vision tower frozen",
     "trained": "its vision tower trained",
 }  # fmt: skip
+UNREAD = (
+    "the model has no vision tower that areax implements, or rows have none; if a workflow makes images, load the "
+    "tower with --vision frozen"
+)
 Images = Sequence[tuple[Image, ...]]  # of each sample
 
 
@@ -98,10 +102,7 @@ def attach(reading: Reader | None, batches: Sequence[Batch], seen: Sequence[Imag
     distinct = {image.hash: image for own in seen for sample in own for image in sample}
     if reading is None:
         if distinct:
-            raise ValueError(
-                "images: this run reads none, because the model has no vision tower that areax implements, or rows "
-                "have none; if a workflow makes images, load the tower with --vision frozen"
-            )
+            raise ValueError(f"images: this run reads none, because {UNREAD}")
         return [*batches]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         made = dict(zip(distinct, pool.map(reading.processor.media, distinct.values()), strict=True))
@@ -114,6 +115,32 @@ def attach(reading: Reader | None, batches: Sequence[Batch], seen: Sequence[Imag
         towers.attach(batch, own, reading.tower, patches, reading.dtype)
         for batch, own in zip(batches, media, strict=True)
     ]
+
+
+def door(reading: Reader | None) -> Callable[[np.ndarray, tuple[Image, ...]], None]:
+    """A check of a sample's images and of the tokens that are not sampled, before anything is trained on: it raises
+    ValueError for images that this run does not read, or others than the tokens stand for."""
+    counts: dict[str, int] = {}  # features by hash: the samples of a group have the same images
+
+    def count(image: Image) -> int:
+        assert reading
+        if image.hash not in counts:
+            counts[image.hash] = math.prod(reading.processor.media(image).grid) // reading.tower.unit
+        return counts[image.hash]
+
+    def check(tokens: np.ndarray, images: tuple[Image, ...]) -> None:
+        if reading is None:
+            if images:
+                raise ValueError(f"images must be none, because {UNREAD}, got {len(images)}")
+            return
+        stand, features = int(towers.standing(tokens, reading.tower).sum()), sum(map(count, images))
+        if stand != features:
+            raise ValueError(
+                f"images must have a token for each of their features, got {stand} tokens for {features} of "
+                f"{len(images)} images"
+            )
+
+    return check
 
 
 def most_patches(batch: Batch, media: Sequence[Sequence[Media]]) -> int:

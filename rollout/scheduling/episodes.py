@@ -133,7 +133,8 @@ async def group(
             raise lost[0]
         on_lost(len(lost))
     ended = [index for index, samples in enumerate(played) if samples]
-    if regroup and ended and (scores := await regroup([played[index] for index in ended])) is not None:
+    copies = [[checked(sample) for sample in played[index]] for index in ended]  # what it writes there, nobody sees
+    if regroup and ended and (scores := await regroup(copies)) is not None:
         new = dict(zip(ended, scores, strict=True))
         played = [[_rewarded(sample, new[index]) for sample in samples] for index, samples in enumerate(played)]
     return [

@@ -16,13 +16,14 @@ from ..processes.printable import shown
 from ..rewards.signatures import COMPONENTS, LARGEST, LONGEST_NAME
 from ..types import LARGEST_LOGP, LEAST_LOGP, SEATS, Finish, Image, Sample
 
+Seen = Callable[[np.ndarray, tuple[Image, ...]], None]  # (tokens, images)
 IDS = "group", "prompt", "sample", "rollout", "pair", "seat"
 RANGES = {"pair": (-(2**31), 2**31), "seat": (0, SEATS)}  # those of the others are given anew
 
 
 def checked(
     sample: Sample, *, vocabulary: int | None = None, newest: int | None = None, oldest: int = 0,
-    experts: int | None = None,
+    experts: int | None = None, seen: Seen | None = None,
 ) -> Sample:  # fmt: skip
     """A copy of a sample in the types of its fields, which shares no array with it: workflows may reuse theirs.
 
@@ -31,6 +32,8 @@ def checked(
       newest: the newest policy version that a server can have; None = unknown.
       oldest: the version at which the sample's group was admitted, which all servers had.
       experts: number of the policy's experts in a layer; None = unknown.
+      seen: raises ValueError unless the policy can read these images, and these tokens stand for them, those that were
+        sampled left out; None = nothing is known of it.
 
     Raises:
       ValueError: a value is wrong: "FIELD must ..., got ...".
@@ -56,6 +59,9 @@ def checked(
         _wrong("mask", "cover sampled tokens alone, which have the version that sampled them", sample.version)
     rule = f"be at least {oldest}, at which the group was admitted"
     _all("version", rule, version[version >= 0], lambda x: x >= oldest)
+    images = _images(sample.images)
+    if seen:
+        seen(tokens[version < 0], images)
     group, prompt, number, rollout, pair, seat = (_id(name, getattr(sample, name)) for name in IDS)
     return Sample(
         tokens=tokens.astype(np.int32),
@@ -76,7 +82,7 @@ def checked(
         seat=seat,
         label=_scalar(sample, "label", "a number", lambda x: True),
         arrays={name: _extra(name, entry, mask, experts) for name, entry in _entries("arrays", sample.arrays).items()},
-        images=_images(sample.images),
+        images=images,
         info=_info(sample.info),
     )
 
