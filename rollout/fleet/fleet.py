@@ -111,6 +111,7 @@ class Fleet:
         """
         self.servers = list(servers)
         self.seeded = all(server.seeded for server in self.servers)
+        self._any_seeded = any(server.seeded for server in self.servers)
         self.published: Published | None = None
         self.publishing = asyncio.Lock()
         self.not_offloaded = asyncio.Event()
@@ -235,7 +236,7 @@ class Fleet:
             max_new_tokens = min(max_new_tokens, longest - len(tokens))
             min_new_tokens = min(min_new_tokens, max_new_tokens)
         stops = dict.fromkeys(map(int, (*stop_token_ids, *(() if ignore_eos else self._ends))))
-        if seed is None and any(server.seeded for server in self.servers):  # they give all without a seed the same
+        if seed is None and self._any_seeded:  # such servers give all requests without a seed the same
             seed = random.getrandbits(63)
         sampling = {
             "temperature": float(temperature),
@@ -262,7 +263,7 @@ class Fleet:
         }
         trouble: list[str] = []
         work = lambda limit: self._generate(
-            image_tokens.TokensPrompt([int(t) for t in tokens], images, self._image_token),
+            image_tokens.TokensPrompt([*map(int, tokens)], images, self._image_token),
             sampling,
             routed_experts,
             trouble,
@@ -620,6 +621,7 @@ class Fleet:
         if not self.published and server.label != self._first:
             raise ServerError(f"join: {url} has weights {server.label!r}, the others {self._first!r}")
         self.servers.append(server)
+        self._any_seeded |= server.seeded
         self.counts["joined"] += 1
         self.fail(server, "stale", f"{url}: joined")
 

@@ -6,6 +6,7 @@ What a server samples is trained on, so such a value must not reach the trainer 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -106,8 +107,9 @@ def ids(tokens: Any, vocabulary: int) -> list[int]:
     """A list of token ids; raises ServerError unless each is a whole number in [0, vocabulary), 0 = any."""
     if not isinstance(tokens, list):
         raise ServerError(f"output_ids must be a list of token ids, got {tokens!r:.80}")
-    for token in tokens:
-        token_id(token, vocabulary)
+    if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocabulary or 2**31)):
+        for token in tokens:
+            token_id(token, vocabulary)
     return tokens
 
 
@@ -124,6 +126,12 @@ def logprob(value: Any) -> float:
     if type(value) not in (int, float) or not LEAST_LOGP <= value <= LARGEST_LOGP:
         raise ServerError(f"a log-probability must be a number from {LEAST_LOGP:g} to 0, got {value!r:.80}")
     return float(value)
+
+
+def logprobs(values: list[Any]) -> list[float]:
+    """Log-probabilities of many tokens at a time; raises as `logprob`."""
+    known = not values or {*map(type, values)} == {float} and LEAST_LOGP <= min(values) and max(values) <= LARGEST_LOGP
+    return values if known and not math.isnan(sum(values)) else [logprob(value) for value in values]
 
 
 def text(value: Any) -> str:

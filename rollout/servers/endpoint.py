@@ -158,9 +158,8 @@ async def _answer(
     if on_event and status == 200:
         return await _last_event(where, reply, on_event, most)
     data = await read_body(reply, where, most if status == 200 else LARGEST_ERROR)
-    shown = _shown(data)
     if status in LATER:
-        busy = Busy(f"{where}: HTTP {status}: {shown}")
+        busy = Busy(f"{where}: HTTP {status}: {_shown(data)}")
         busy.wait_s = wait_s(reply.headers.get("Retry-After", ""))
         raise busy
     if 300 <= status < 400:
@@ -170,9 +169,9 @@ async def _answer(
     if 400 <= status < 500 and not (page and reply.method == "POST"):
         raise (Missing if status == 404 else ValueError)(f"{where}: HTTP {status}: {_message(data)}")
     if status in FAILED or (status >= 400 and page):
-        raise Failed(f"{where}: HTTP {status}: {shown}")
+        raise Failed(f"{where}: HTTP {status}: {_shown(data)}")
     if status != 200:
-        raise ServerError(f"{where}: HTTP {status}: {shown}")
+        raise ServerError(f"{where}: HTTP {status}: {_shown(data)}")
     try:
         answer = json.loads(data)
     except RecursionError:
@@ -181,12 +180,12 @@ async def _answer(
         raise ServerError(f"{where}: the answer is not UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError:  # some routes answer with plain text
         if page:
-            raise Failed(f"{where}: the answer must be JSON, got a page: {shown}") from None
-        return {"message": shown}
+            raise Failed(f"{where}: the answer must be JSON, got a page: {_shown(data)}") from None
+        return {"message": _shown(data)}
     if answer is None:  # others with nothing
         return {}
     if not isinstance(answer, dict):
-        raise ServerError(f"{where}: the answer must be a JSON object, got {shown}")
+        raise ServerError(f"{where}: the answer must be a JSON object, got {_shown(data)}")
     return answer
 
 

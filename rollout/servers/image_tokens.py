@@ -45,7 +45,7 @@ class TokensPrompt:
     def short(self) -> list[int]:
         """The tokens with one for each image."""
         if not self.images:
-            return [int(token) for token in self.tokens]
+            return [*self.tokens] if {*map(type, self.tokens)} <= {int} else [int(token) for token in self.tokens]
         starts = {*self._starts()}
         return [int(t) for i, t in enumerate(self.tokens) if t != self.image_token or i in starts]
 

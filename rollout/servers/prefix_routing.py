@@ -107,7 +107,8 @@ class Lately(Generic[Choice]):
         if len(servers) <= MANY:
             return list(servers)
         holders = self._holders.get(hashes[0], ()) if hashes else ()
-        return [*{*random.sample(servers, SOME), *(holder for holder in holders if holder in servers)}]
+        drawn = (servers[int(random.random() * len(servers))] for _ in range(SOME))  # a tenth of `sample`'s time
+        return [*{*drawn, *(holder for holder in holders if holder in servers)}]
 
 
 def choose(servers: Iterable[Choice], hashes: Sequence[int]) -> Choice:

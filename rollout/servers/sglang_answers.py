@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ServerError
-from .answers import FINISHES, MALFORMED, described, ids, logprob, positive, text, token_id
+from .answers import FINISHES, MALFORMED, described, ids, logprob, logprobs, positive, text, token_id
 from .concurrency import Report
 from .labels import per_token
 from .types import Part
@@ -49,7 +49,7 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
         raise ServerError(f"the finish must be one of {', '.join(FINISHES)}, got {meta['finish_reason']!r:.200}")
     return Part(
         tokens=tokens,
-        logp=[logprob(row[0]) for row in rows],
+        logp=logprobs([row[0] for row in rows]),
         labels=per_token(meta.get("weight_versions", ()), len(tokens)),
         finish=finish,
         text=text(answer.get("text")),

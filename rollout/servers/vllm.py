@@ -274,7 +274,7 @@ class VLLM(Endpoint):
         usage, reason = answer.get("usage") or {"prompt_tokens": prompt}, choice.get("stop_reason")
         return Part(
             tokens=tokens,
-            logp=[answers.logprob(x) for x in logp],
+            logp=answers.logprobs([*logp]),
             labels=per_token(choice["weight_versions"] or (), len(tokens)),
             finish=finish,
             text=answers.text(choice.get("text")),
