@@ -145,6 +145,7 @@ def serve(
     style: formats.Name | None = None,
     reasoning: bool = True,
     bench: bool = False,
+    join: str = "",
 ) -> int:
     """Serve a checkpoint over HTTP with SGLang's, OpenAI's and Anthropic's APIs (docs/serve.md).
 
@@ -159,6 +160,8 @@ def serve(
       reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
       bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to the slots, and
         exit.
+      join: address of a run with --servers join+http://HOST:PORT, at which to register while it serves, with the key in
+        AREAX_FLEET_KEY.
     """
     with _importing("serve"):
         from ..rollout.engine import server
@@ -176,7 +179,7 @@ def serve(
         return 0
     server.serve(
         path, engine, host=host, port=port, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning,
-        loading=progress.reminding(f"loading {path}"),
+        loading=progress.reminding(f"loading {path}"), join=join,
     )  # fmt: skip
     return 0
 

@@ -17,7 +17,7 @@ from .fleet.fleet import Fleet as Fleet
 from .fleet.fleet import Restart
 from .fleet.timeouts import TIMEOUTS
 from .fleet.timeouts import Timeouts as Timeouts
-from .processes import keys
+from .processes import http_process, keys
 from .servers.endpoint import Endpoint, Missing
 from .servers.server import Handover, Server
 from .servers.server import connect as connect_server
@@ -144,7 +144,7 @@ class Staging:
 
         async with self._starting:
             if self._here is None:
-                self._here = await self._stack.enter_async_context(file_server.serve(file_server.towards(url)))
+                self._here = await self._stack.enter_async_context(file_server.serve(http_process.towards(url)))
         stager = file_server.Stager(url, self._http, self._here)
         await stager.check(timeout_s=ready_s)
         return stager

@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 
 import aiohttp
 import pytest
+import tiny
 from scripted import V0, V1, V2, check, run, serving, states, until
 
 from areax.rollout import client
 from areax.rollout.errors import ServerError
-from areax.rollout.fleet import members, registry
+from areax.rollout.fleet import members
 from areax.rollout.fleet.push import push_weights
+from areax.rollout.processes import joining, keys
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +177,7 @@ def free_port():
 
 
 def test_servers_register_and_leave_with_a_key(monkeypatch):
-    monkeypatch.setenv(registry.KEY, "secret")
+    monkeypatch.setenv(keys.FLEET, "secret")
     at = f"http://127.0.0.1:{free_port()}"
 
     async def main():
@@ -200,8 +204,51 @@ def test_servers_register_and_leave_with_a_key(monkeypatch):
     run(main)
 
 
+def test_a_server_registers_itself_before_the_run_starts_or_after_and_leaves(monkeypatch, caplog):
+    monkeypatch.setattr(joining, "AGAIN_S", 0.05)
+    monkeypatch.setenv(keys.FLEET, "secret")
+    at = f"http://127.0.0.1:{free_port()}"
+
+    async def main():
+        async with serving() as a, serving() as b:
+            with joining.joined(at, a.url) as leaving:
+                await until(lambda: f"{at}: does not take this server in" in caplog.text)
+                async with client.connect([f"join+{at}", b.url]) as fleet:
+                    await until(lambda: urls(fleet) == sorted([a.url, b.url]))
+                    assert f"{at}: has taken in {a.url}" in caplog.text
+                    leaving.set()
+                    await until(lambda: urls(fleet) == [b.url])
+
+    run(main)
+    for address, why in (("10.0.0.1:9000", "must be the address of a run"), ("http://ann:x@b:1", "no user, password")):
+        with pytest.raises(ValueError, match=why), joining.joined(address, "http://a"):
+            pass
+
+
+@pytest.mark.slow
+def test_a_real_server_joins_works_and_leaves(tmp_path, monkeypatch):
+    monkeypatch.delenv(keys.FLEET, raising=False)
+    tiny.model(tmp_path / "model")
+    at = f"http://127.0.0.1:{free_port()}"
+
+    async def main():
+        words = [sys.executable, "-m", "areax", "serve", str(tmp_path / "model"), "--context", "64", "--port", "0"]
+        with subprocess.Popen([*words, "--join", at], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                url = process.stdout.readline().split()[0]
+                async with client.connect([f"join+{at}"]) as fleet:
+                    assert urls(fleet) == [url] and (await fleet.generate([1, 2], max_new_tokens=3)).tokens
+                    process.terminate()
+                    await until(lambda: not fleet.servers)
+                assert process.wait(30) == 0
+            finally:
+                process.kill()
+
+    run(main)
+
+
 def test_the_route_is_for_this_machine_unless_it_has_a_key(monkeypatch):
-    monkeypatch.delenv(registry.KEY, raising=False)
+    monkeypatch.delenv(keys.FLEET, raising=False)
 
     async def main():
         with pytest.raises(ValueError, match="0.0.0.0 can be reached from other machines; set AREAX_FLEET_KEY"):

@@ -20,7 +20,7 @@ from ...models import config_json
 from ...models.layers import native
 from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
-from ..processes import http_process, keys
+from ..processes import http_process, joining, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import label_of, manifest_bytes
 from . import bench, budget, hosts, replicas
@@ -51,6 +51,7 @@ def serve(
     style: str = "",
     reasoning: bool = True,
     loading: contextlib.AbstractContextManager | None = None,
+    join: str = "",
 ) -> None:
     """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
@@ -65,6 +66,7 @@ def serve(
       api_key: key that requests must send as `Authorization: Bearer KEY`; whoever has it can also replace the weights.
       style, reasoning: as for `OpenAI`.
       loading: entered while process 0 loads the weights.
+      join: address of a run that takes servers as they come, `--servers join+http://HOST:PORT`; "" = none.
 
     Raises:
       ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
@@ -86,7 +88,20 @@ def serve(
             # For a GPU, XLA measures kernels while it compiles: nothing else should run then.
             if isinstance(engine, Engine) and jax.process_count() == 1 and jax.default_backend() != "gpu":
                 engine.compile_ahead()
-            http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **UVICORN)
+            made = app(service, api_key, style, reasoning)
+            with joining.joined(join, _reached(host, sock.getsockname()[1], join)) as leaving:
+
+                def ending() -> None:
+                    leaving.set()
+                    engine.abort_all()
+
+                http_process.serve(made, sock, ready, ending=ending, **UVICORN)
+
+
+def _reached(host: str, port: int, run: str) -> str:
+    """The address of this server as the run sees it, which an address for all of this machine's is not."""
+    everywhere = host in ("", "0.0.0.0", "::")
+    return http_process.address((http_process.towards(run) if run and everywhere else host, port))
 
 
 def described(service: Service) -> str:

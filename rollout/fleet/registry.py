@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-KEY = "AREAX_FLEET_KEY"
 BODY = 2**14  # bytes
 MOST = 10_000  # servers
 
@@ -42,8 +41,8 @@ async def serve(entry: str) -> AsyncIterator[Read]:
 
     from ..processes import http_limits as limits
 
-    key, parts, bounds = keys.read(KEY), urlsplit(entry.removeprefix(JOIN)), limits.Limits(body_bytes=BODY)
-    unauthorized = HTTPException(401, f"the key is missing or wrong; set {KEY} to that of the run", limits.CLOSE)
+    key, parts, bounds = keys.read(keys.FLEET), urlsplit(entry.removeprefix(JOIN)), limits.Limits(body_bytes=BODY)
+    unauthorized = HTTPException(401, f"the key is missing or wrong; set {keys.FLEET} to that of the run", limits.CLOSE)
     members: dict[str, tuple[Member, float]] = {}  # with the time until which each stays
     now = asyncio.get_running_loop().time
 
@@ -67,7 +66,7 @@ async def serve(entry: str) -> AsyncIterator[Read]:
 
     routes = [Route("/servers", servers, methods=["GET", "POST", "DELETE"])]
     host, port = parts.hostname or "", parts.port or 0
-    sock = http_process.bind_guarded(host, port, key=key, variable=KEY, what=f"--servers {entry}")
+    sock = http_process.bind_guarded(host, port, key=key, variable=keys.FLEET, what=f"--servers {entry}")
     with contextlib.closing(sock):
         async with http_process.running(http_process.server(limits.app(routes, bounds)), sock):
             yield read

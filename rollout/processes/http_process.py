@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from . import keys
 
@@ -80,6 +81,18 @@ def loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def towards(url: str) -> str:
+    """This machine's address on the route to the machine of `url`."""
+    parts = urlsplit(url)
+    try:
+        [(family, _, _, _, place), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect(place)  # sends nothing
+            return sock.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"{url} cannot be reached from here ({error})") from error
 
 
 def address(place: tuple) -> str:

@@ -17,11 +17,9 @@ import functools
 import hmac
 import logging
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp.web
 import xxhash
@@ -101,18 +99,6 @@ async def _answered(request: aiohttp.web.Request, handler: Any) -> aiohttp.web.S
     except aiohttp.web.HTTPException as error:
         content = {"error": {"message": error.text or error.reason, "code": error.status}}
         return aiohttp.web.json_response(content, status=error.status)
-
-
-def towards(url: str) -> str:
-    """This machine's address on the route to the machine of `url`."""
-    parts = urlsplit(url)
-    try:
-        [(family, _, _, _, place), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(place)  # sends nothing
-            return sock.getsockname()[0]
-    except OSError as error:
-        raise ValueError(f"stager: {url} cannot be reached from here ({error})") from error
 
 
 class FileServer:
