@@ -280,6 +280,16 @@ def test_a_command_after_env_runs_with_this_interpreter(here, tmp_path):
     assert out.read_text().split() == [sys.executable, "4"]
 
 
+def test_the_log_of_an_earlier_run_stays(here, tmp_path):
+    log = tmp_path / "log"
+    log.write_text("of an earlier run\n")
+    here.start("one", [PYTHON, "-c", "print('of this run')"], {}, str(log))
+    while here.poll("one") is None:
+        time.sleep(0.01)
+    assert log.read_text() == "of an earlier run\nof this run\n"
+    assert here.last("one") == (str(log), ["of this run"]) and here.read("one") == "of this run\n"
+
+
 def test_asked_for_stacks_from_its_start_on_a_process_goes_on(here, tmp_path):
     out, ready = tmp_path / "out", tmp_path / "ready"
     code = "import faulthandler, pathlib, signal, sys, time\n"
@@ -456,21 +466,28 @@ def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
 
 # -- Slurm ---------------------------------------------------------------------------------------
 
-# Runs steps locally, and sets the variables by which the tasks of a step know their rank. As the real srun 22.05, it
-# answers SIGTERM and SIGHUP by killing its tasks, and passes on SIGINT only with --disable-status.
+# Runs steps locally, and sets the variables by which the tasks of a step know their rank. As the real srun 22.05, which
+# `make test-slurm` runs, it answers SIGTERM and SIGHUP by killing its tasks, passes on SIGINT only with
+# --disable-status, names tasks that fail, ends with their highest exit code, and after `sbatch --export=NONE` passes on
+# variables only with --export=ALL.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 with open(os.environ["STEPS"], "a") as steps:
     print(*sys.argv[1:], file=steps)
+KNOWN = {{"overlap", "disable-status", "export", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks",
+         "ntasks-per-node", "nodelist"}}
 options, words = {{}}, sys.argv[1:]
 while words[0].startswith("--"):
     name, _, value = words.pop(0)[2:].partition("=")
     options[name] = value
+if options.keys() - KNOWN:
+    sys.exit(f"srun: unrecognized option '--{{min(options.keys() - KNOWN)}}'")
+given = os.environ if options.get("export", os.environ["SLURM_EXPORT_ENV"]) == "ALL" else {{}}
 signal.signal(signal.SIGINT, lambda *_: None) # a background job of the script ignores it; its tasks do not
 count, local = int(options.get("ntasks", 1)), int(options.get("ntasks-per-node", 1))
 tasks = [
     subprocess.Popen(words, env={{
-        **os.environ, "SLURM_STEP_NUM_TASKS": str(count), "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % local)
+        **given, "SLURM_STEP_NUM_TASKS": str(count), "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % local)
     }})
     for i in range(count)
 ]
@@ -479,8 +496,11 @@ def tell(number, _):
         task.send_signal(number if number == signal.SIGINT else signal.SIGKILL)
 for number in (signal.SIGTERM, signal.SIGHUP, *([signal.SIGINT] if "disable-status" in options else [])):
     signal.signal(number, tell)
-codes = [task.wait() for task in tasks]
-sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+codes = [code if code >= 0 else 128 - code for code in (task.wait() for task in tasks)]
+for i, code in enumerate(codes):
+    if code:
+        print(f"srun: error: task {{i}}: Exited with exit code {{code}}", file=sys.stderr, flush=True)
+sys.exit(max(codes))
 """
 SCONTROL = """#!/bin/bash
 [[ "$1 $2" == "show hostnames" ]] || exit 1
@@ -499,7 +519,8 @@ def batch(place, folder, nodes, words):
     assert cli.main(["launch", "--on", "slurm", "--slurm.script", str(script), *words]) == 0
     environ = {
         **os.environ, **jobs.settings(1), "PATH": f"{bin}:{os.environ['PATH']}", "STEPS": str(folder / "steps"),
-        "SLURM_JOB_ID": str(job := job_id()), "SLURM_JOB_NODELIST": ",".join(nodes), "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+        "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": str(job := job_id()), "SLURM_JOB_NODELIST": ",".join(nodes),
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
     }  # fmt: skip
     process = subprocess.Popen(["bash", str(script)], env=environ, cwd=folder, start_new_session=True)
     process.job = job
@@ -549,8 +570,13 @@ def test_a_batch_script_under_bash(place, tmp_path):
     assert all(gone(pid) for _, _, pid, _ in said_in(tmp_path)) and all(gone(x["pid"]) for x in told)
     steps = (tmp_path / "steps").read_text()
     assert steps.count("--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=127.0.0.1,127.0.0.2 ") == 1
+    names = {word.removeprefix("--job-name=") for word in steps.split() if word.startswith("--job-name=")}
+    assert names == {"server-0", "server-1", "stager-0", "stager-1", "trainers"}
     script = (tmp_path / "job.sh").read_text()
-    assert all(f"#SBATCH --{x}\n" in script for x in ("nodes=3", "gpus-per-node=2", "time=1:00", "signal=B:TERM@120"))
+    assert all(
+        f"#SBATCH --{x}\n" in script
+        for x in ("nodes=3", "gpus-per-node=2", "time=1:00", "signal=B:TERM@120", "open-mode=append")
+    )
     assert "--partition" not in script and "--account" not in script
 
 

@@ -23,6 +23,7 @@ import yaml
 from launching import SERVED, free_ports, gone, grpo, said_in, trained
 
 from areax.adapters import cli
+from areax.adapters.launch import shell
 from areax.adapters.tracking import run_dir
 from areax.rollout.tasks import arithmetic
 
@@ -39,6 +40,14 @@ RULE = {
     "name": str, "onJobFailureReasons": list, "onJobFailureMessagePatterns": list, "targetReplicatedJobs": list,
     "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob"},
 }  # fmt: skip
+ANSWERS = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 REPLICATED = {"name": str, "groupName": str, "template": {"metadata": dict, "spec": dict}, "replicas": int}
 
 
@@ -161,6 +170,26 @@ def stand_in(data, folder):
     return f"python {data / 'server.py'} {folder} {{host}} {{port}}"
 
 
+@pytest.mark.slow
+def test_what_waits_for_servers_says_for_which_and_ends():
+    """One of two answers. What runs between tries may end the job before."""
+    port, other = free_ports(2)
+    urls = " ".join(f"http://127.0.0.1:{at}" for at in (port, other))
+    say = lambda **more: shell.ready(urls, 2, python=shlex.quote(sys.executable), late='echo "its log: $url"', **more)
+    answering = subprocess.Popen([sys.executable, "-c", ANSWERS, str(port)], stderr=subprocess.DEVNULL)
+    with servers.ended(answering):
+        late = subprocess.run(["bash", "-uc", say()], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(["bash", "-uc", say(check="exit 7")], capture_output=True, text=True, timeout=60)
+    why = "(urllib.error.URLError: <urlopen error [Errno 111] Connection refused>)"
+    lines = late.stderr.splitlines()
+    assert (late.returncode, late.stdout) == (1, f"its log: http://127.0.0.1:{other}\n")
+    assert lines[-2:] == [
+        f"areax: waiting for http://127.0.0.1:{other} to answer {why}",
+        f"areax: http://127.0.0.1:{other} did not answer in 2 s {why}",
+    ]
+    assert ended.returncode == 7
+
+
 # -- Kubernetes ----------------------------------------------------------------------------------
 
 IMAGE = ["--kubernetes.image", "registry/areax:1"]
@@ -258,7 +287,7 @@ def test_devices_volumes_and_secrets_of_pods(capsys):
     assert [source["secretRef"]["name"] for source in trainer["envFrom"]] == [
         documents[0]["metadata"]["name"], "mine"
     ]  # fmt: skip
-    script = trainer["command"][2]
+    [*_, script] = expanded(trainer["command"], {})
     assert shlex.split(script[script.index("exec") :].replace("\\\n", ""))[8:10] == ["--data", "it's here.jsonl"]
     assert subprocess.run(["bash", "-n", "-c", script]).returncode == 0
 
@@ -377,7 +406,7 @@ PORTS = (20000, 20001, 20002, 20003)
 
 
 @contextlib.contextmanager
-def nodes(folder, task):
+def nodes(folder, task, **more):
     """The task's script on each of its nodes, as SkyPilot runs it; yields the processes."""
     script, base = task["run"], free_base()
     for i, port in enumerate(PORTS):
@@ -390,7 +419,7 @@ def nodes(folder, task):
                 **environment(folder), **task.get("secrets", {}), "SKYPILOT_NODE_IPS": "\n".join(addresses),
                 "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_TASK_ID": "sky-1",
             }  # fmt: skip
-            process = subprocess.Popen(["bash", "-c", script], env=environ, cwd=folder, start_new_session=True)
+            process = subprocess.Popen(["bash", "-c", script], env=environ, cwd=folder, start_new_session=True, **more)
             running.append(process)
             stack.enter_context(servers.ended(process))
         yield running, base
@@ -458,14 +487,17 @@ def test_one_node_with_servers_and_trainers(data, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_nodes_pass_sigterm_on_and_a_server_that_cannot_start_ends_its_node(data, tmp_path, capsys):
-    words = ["--servers", 1, "--server.command", "false {port}", "--"]
+    words = ["--servers", 1, "--server.command", "bash -c 'echo no weights; exit 7 # {port}'", "--"]
     words += ["train", data / "recipe.py", "--out", tmp_path, "--published", "w"]
     [task] = written(capsys, "skypilot", *words)
     assert task["num_nodes"] == 2
-    with nodes(tmp_path, task) as ([trainer, server], _):
+    with open(tmp_path / "output", "w") as output, nodes(tmp_path, task, stderr=output) as ([trainer, server], _):
         assert server.wait(60) == 1 and trainer.poll() is None  # SkyPilot ends the other nodes
         trainer.terminate()
         assert trainer.wait(60) == 143
+    said = (tmp_path / "output").read_text()
+    assert "areax: waiting for http://127.0.0.2:" in said and "no such process" not in said.lower()
+    assert "areax: server-0 has failed four times\nareax: the end of areax-sky-1/server-0.log:\n  no weights\n" in said
 
 
 @pytest.mark.wide

@@ -41,6 +41,7 @@ class Host:
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen] = {}
         self._logs: dict[str, Path] = {}
+        self._began: dict[str, int] = {}  # sizes of logs when processes first started: another run may have written
         self._read: dict[str, int] = {}
         self._folders = contextlib.ExitStack()
 
@@ -87,8 +88,9 @@ class Host:
             if log:
                 self._logs[name] = Path(log).absolute()
                 self._logs[name].parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(log, "ab" if name in self._read else "wb"))
-                self._read.setdefault(name, 0)
+                file = stack.enter_context(open(log, "ab"))
+                began = self._began.setdefault(name, file.tell())
+                self._read.setdefault(name, began)
             process = subprocess.Popen(words, env=given, start_new_session=True, stdout=file, stderr=file)
         self._running[name] = process
         guard.process(process.pid, GRACE_S)
@@ -125,8 +127,9 @@ class Host:
     def last(self, name: str) -> tuple[str, list[str]]:
         """Path of a process's log, and its last lines."""
         path = self._logs[name]
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return str(path), [line.rstrip() for line in deque(file, maxlen=LINES)]
+        with open(path, "rb") as file:
+            file.seek(self._began[name])
+            return str(path), [line.decode(errors="replace").rstrip() for line in deque(file, maxlen=LINES)]
 
     def answers(self, url: str) -> bool:
         """Whether a GET request returns status 200."""

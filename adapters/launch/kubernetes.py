@@ -18,6 +18,7 @@ from .config import SHARED, Config, option, server_words
 from .host import PYTHON
 
 COORDINATOR, SERVER, STAGER = 9876, 30000, 31000  # ports; each pod has an address of its own
+START_S = 4 * 3600  # for the servers' pods to get machines and images, and to load their weights
 GRACE_S = 120  # from SIGTERM to SIGKILL: enough for a step and a checkpoint
 MOST_PODS = 5000  # nodes of the largest clusters that Kubernetes supports
 LONGEST_SCRIPT = 128 * 1024 - 1  # bytes of one argument, on Linux
@@ -181,7 +182,7 @@ def _trainer_script(config: Config, command: list[str], stage: bool) -> str:
     if config.servers:
         of = lambda port: [f"http://{_host(config, 'server', i)}:{port}" for i in range(config.servers)]
         servers, stagers = of(SERVER), of(STAGER) if stage else []
-        lines.append(shell.READY.format(urls=" ".join([*servers, *stagers]), check=""))
+        lines.append(shell.ready(" ".join([*servers, *stagers]), START_S))
         words += f" \\\n  --servers {' '.join(servers)}" + (f" \\\n  --stagers {' '.join(stagers)}" if stage else "")
     if config.processes > 1:
         lines.append(

@@ -11,16 +11,30 @@ from typing import Any
 
 import yaml
 
-from .host import PYTHON
+from .host import LINES, PYTHON
 
 # Placeholders in a server's command, replaced by shell variables; a user's words cannot contain a zero byte.
 HOST, PORT = "\0host", "\0port"
 PLACEHOLDER = re.compile("(" + "|".join(map(re.escape, (PYTHON, HOST, PORT))) + ")")
-# Runs until the addresses answer; an image need not have curl.
-READY = """for url in {urls}; do
-  until python -c 'import sys, urllib.request as http
+LAST = f"""# Prints the end of a process's log: last NAME
+last() {{
+  echo "areax: the end of $logs/$1.log:"
+  tail -n {LINES} "$logs/$1.log" | sed 's/^/  /'
+}} >&2"""
+_READY = """late=$((SECONDS + {limit})) # then the job ends
+for url in {urls}; do
+  next=0
+  until why=$({python} -c 'import sys, urllib.request as http
 direct = http.build_opener(http.ProxyHandler({{}}))
-direct.open(sys.argv[1], timeout=10)' "$url/health" 2>/dev/null; do{check}
+direct.open(sys.argv[1], timeout=10)' "$url/health" 2>&1); do{check}
+    if ((SECONDS >= late)); then
+      echo "areax: $url did not answer in {limit} s (${{why##*$'\\n'}})" >&2{late}
+      exit 1
+    fi
+    if ((SECONDS >= next)); then
+      echo "areax: waiting for $url to answer (${{why##*$'\\n'}})" >&2
+      next=$((SECONDS + 60))
+    fi
     sleep 1
   done
 done"""
@@ -39,6 +53,18 @@ def text(words: list[str], indent: int, variables: Mapping[str, str]) -> str:
         shown = "".join(variables.get(part) or shlex.quote(part) for part in parts if part) or "''"
         shell += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
     return shell
+
+
+def ready(urls: str, limit_s: float, *, python: str = "python", check: str = "", late: str = "") -> str:
+    """Shell text that waits until servers answer, and says once a minute for which. An image need not have curl.
+
+    Args:
+      urls: their addresses, as words of the shell.
+      limit_s: time after which it ends with exit code 1.
+      check, late: commands that run before each further try, and before that end; may use $url.
+    """
+    lines = lambda commands, indent: "".join(f"\n{' ' * indent}{line}" for line in commands.splitlines())
+    return _READY.format(urls=urls, limit=int(limit_s), python=python, check=lines(check, 4), late=lines(late, 6))
 
 
 def dump(documents: list[dict[str, Any]], head: str) -> str:

@@ -15,10 +15,11 @@ from ...rollout.processes import keys
 from . import shell, spelling
 from .config import SHARED, Config, option, server_words
 from .host import PYTHON
+from .job import START_S
 from .places import Places, places
 
 VARIABLES = {PYTHON: "python", shell.HOST: '"$node"', shell.PORT: '"$at"'}
-CHECK = 'for one in "${kept[@]}"; do kill -0 "$one" || exit 1; done'  # a server has failed four times
+CHECK = 'for one in "${kept[@]}"; do kill -0 "$one" 2>/dev/null || exit 1; done'  # a server has failed four times
 PORTS = 20000  # of the job: one that says that it runs, the coordinator, then two per server
 # Accepts connections, so that the nodes of the servers know that the trainers run.
 ALIVE = """if ((rank == 0)); then
@@ -91,6 +92,8 @@ keep() {
     echo "areax: $name ended with exit code $?; see $logs/$name.log" >&2
     sleep "$pause"
   done
+  echo "areax: $name has failed four times" >&2
+  last "$name"
 }"""
     numbers = ",".join(str(i) for i in range(gpus))
     first = f"{place.first_gpu} + i % {place.servers} * {config.server_devices}"
@@ -116,7 +119,7 @@ for i in $(seq 0 {config.servers - 1}); do
     kept+=($!){staging if stage else ""}
   fi
 done"""
-    parts = [keep, start]
+    parts = [shell.LAST, keep, start]
     if place.first_node:
         answers = f'(exec 3<>"/dev/tcp/${{nodes[0]}}/{PORTS}") 2>/dev/null'
         parts.append(f"""if ((rank >= {place.of_trainers})); then # until the trainers have ended
@@ -137,7 +140,7 @@ def _trainers(config: Config, command: list[str], place: Places, stage: bool, gp
     if config.servers:
         words += ' \\\n    --servers "${urls[@]}"' + (' --stagers "${stagers[@]}"' if stage else "")
         urls = '"${urls[@]}"' + (' "${stagers[@]}"' if stage else "")
-        lines.append(shell.READY.format(urls=urls, check=f"\n    {CHECK}"))
+        lines.append(shell.ready(urls, START_S, check=CHECK))
         if place.first_node:
             lines.append(ALIVE.format(port=PORTS))
     setting = [f"JAX_NUM_CPU_DEVICES={devices}"]

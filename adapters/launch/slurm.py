@@ -15,9 +15,17 @@ from ...rollout.processes import keys
 from . import shell, spelling
 from .config import Config, option, server_words
 from .host import PYTHON
+from .job import START_S
 from .places import Places, places
 
-VARIABLES = {PYTHON: '"$python"', shell.HOST: '"$node"', shell.PORT: '"$at"'}
+VARIABLES = {PYTHON: '"$python"', shell.HOST: '"${addresses[on]}"', shell.PORT: '"$at"'}
+# Of the nodes, as this one, a trainers' node, knows them: in its own hosts file a node may be 127.0.1.1.
+ADDRESSES = """mapfile -t addresses < <("$python" -c 'import socket, sys
+for name in sys.argv[1:]:
+    try: print(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError as error: sys.exit(f"areax: no address of {name} on {socket.gethostname()}: {error}")' "${nodes[@]}")
+((${#addresses[@]} == ${#nodes[@]})) || exit 1
+"""
 GRACE_S = 120  # signal sent before the time limit: enough for a step and a checkpoint
 
 
@@ -48,20 +56,24 @@ def script(config: Config, command: list[str]) -> str:
     asked = {
         "job-name": "areax", "nodes": place.nodes, "ntasks-per-node": max(place.trainers, place.servers),
         "cpus-per-task": cpus, "gpus-per-node": gpus, "time": slurm.time, "partition": slurm.partition,
-        "account": slurm.account, "output": "areax-%j.log", "signal": f"B:TERM@{GRACE_S}",
+        "account": slurm.account, "output": "areax-%j.log", "open-mode": "append", "signal": f"B:TERM@{GRACE_S}",
     }  # fmt: skip
     head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
     stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
-    # srun answers SIGTERM by killing its tasks; with --disable-status it passes on the first SIGINT.
-    step = f"srun --overlap --disable-status --cpus-per-task={cpus}" + (f" --gpus-per-node={gpus}" if gpus else "")
+    # srun answers SIGTERM by killing its tasks; with --disable-status it passes on the first SIGINT. After `sbatch
+    # --export=NONE` it would pass on no variables, and bash exports no PATH where it got none.
+    devices = f" --gpus-per-node={gpus}" if gpus else ""
+    step = f"srun --overlap --disable-status --export=ALL --cpus-per-task={cpus}{devices}"
     parts = [
         "#!/bin/bash\n" + "\n".join(head),
         f"# Trains on {place.of_trainers} of {place.nodes} node{'s' if place.nodes > 1 else ''}. Written by areax "
         "launch; adapt it to your cluster.\n"
         "set -u\n"
+        "export PATH # which sbatch --export=NONE may have left out\n"
         'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
         "port=$((10000 + SLURM_JOB_ID % 200 * 100)) # first of the job's ports\n"
         f"python={shlex.quote(sys.executable)}\n"
+        f"{ADDRESSES if config.servers else ''}"
         f"logs={shlex.quote(config.logs) if config.logs else 'areax-$SLURM_JOB_ID'}\n"
         f"step=({step})\n"
         'mkdir -p "$logs"',
@@ -88,25 +100,32 @@ keep() {
   shift 2
   trap '{ kill -INT "$running"; sleep 20; kill "$running"; } 2>/dev/null & wait "$running"; kill $!; exit' TERM
   for pause in 1 2 4 0; do
-    "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" "$@" >>"$logs/$name.log" 2>&1 &
+    "${step[@]}" --job-name="$name" --nodes=1 --ntasks=1 --nodelist="$node" "$@" >>"$logs/$name.log" 2>&1 &
     running=$!
     wait "$running"
     echo "areax: $name on $node ended with exit code $?; see $logs/$name.log" >&2
     sleep "$pause"
   done
+  echo "areax: $name on $node has failed four times" >&2
+  last "$name"
 }"""
     staging = """
   at=$((port + 2 * i + 2)) # its stager, which fetches new weights
-  keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "$node" --port "$at" --root "$stage-$i" &
+  keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "${addresses[on]}" \\
+    --port "$at" --root "$stage-$i" &
   kept+=($!)
-  stagers+=("http://$node:$at")"""
+  stagers+=("http://$node:$at")
+  name_at[${stagers[-1]}]=stager-$i"""
     start = f"""kept=() urls=() stagers=()
+declare -A name_at
 for i in $(seq 0 {config.servers - 1}); do
-  node=${{nodes[{place.first_node} + i / {place.servers}]}}
+  on=$(({place.first_node} + i / {place.servers}))
+  node=${{nodes[on]}}
   at=$((port + 2 * i + 1))
   keep "server-$i" "$node" {isolated}{shell.text(server_words(config, command, shell.HOST, shell.PORT), 4, VARIABLES)} &
   kept+=($!)
-  urls+=("http://$node:$at"){staging if stage else ""}
+  urls+=("http://$node:$at")
+  name_at[${{urls[-1]}}]=server-$i{staging if stage else ""}
 done
 """
     if stage:
@@ -130,15 +149,14 @@ done
 }
 trap finish EXIT
 trap 'exit 143' TERM"""
-    ready = """for url in "${urls[@]}" "${stagers[@]}"; do
-  until curl --silent --fail --noproxy '*' --max-time 10 --output /dev/null "$url/health"; do
-    for one in "${kept[@]}"; do
-      kill -0 "$one" || exit 1 # failed four times
-    done
-    sleep 1
-  done
-done"""
-    return [keep, start + ending, ready]
+    ready = shell.ready(
+        '"${urls[@]}" "${stagers[@]}"',
+        START_S,
+        python='"$python"',
+        check='for one in "${kept[@]}"; do\n  kill -0 "$one" 2>/dev/null || exit 1 # failed four times\ndone',
+        late='last "${name_at[$url]}"',
+    )
+    return [shell.LAST, keep, start + ending, ready]
 
 
 def _trainers(config: Config, command: list[str], place: Places, stage: bool) -> str:
@@ -153,7 +171,8 @@ def _trainers(config: Config, command: list[str], place: Places, stage: bool) ->
         wrapped = 'bash -c "$who" - '
     if config.slurm.gpus_per_node:
         wrapped += f"""bash -c "$own" - 'SLURM_LOCALID * {devices}' {devices} """
-    return f"""{before}"${{step[@]}}" --nodes={place.of_trainers} --ntasks={count} --ntasks-per-node={place.trainers} \\
+    return f"""{before}"${{step[@]}}" --job-name=trainers \\
+  --nodes={place.of_trainers} --ntasks={count} --ntasks-per-node={place.trainers} \\
   --nodelist="$(IFS=,; echo "${{nodes[*]:0:{place.of_trainers}}}")" \\
   {wrapped}{words} &
 trainer=$!
