@@ -37,6 +37,7 @@ HASHES = "hashes.json"  # {"version", "files": {file: xxh3_128}}
 SEEN_S = 10.0  # in which a file of another process must be seen on a shared file system
 WRITING, DAMAGED = ".writing", ".damaged"
 LONGEST_S = 7 * 86400  # that a state may take: Orbax gives up after 20 minutes, by a clock that may jump
+UNREAD = "[", "\\"  # in a path: what Orbax writes there it does not find again
 CHUNK = 1 << 22  # bytes read and hashed at a time
 
 
@@ -202,9 +203,12 @@ def open_store(path, *, keep: int = 2) -> Iterator[Store]:
     warning, and the newest older one that is whole takes its place.
 
     Raises:
-      ValueError: there are states, but none is whole; processes of the job see different folders.
+      ValueError: there are states, but none is whole; processes of the job see different folders; Orbax would not find
+        states at this path.
     """
     path = Path(path).absolute()
+    if unread := [sign for sign in UNREAD if sign in str(path)]:
+        raise ValueError(f"{path}: states need a path without {unread[0]}, which Orbax takes for a pattern")
     path.mkdir(parents=True, exist_ok=True)
     if jax.process_count() > 1:
         _check_shared(path)

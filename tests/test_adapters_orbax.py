@@ -38,6 +38,13 @@ def test_a_round_trip_keeps_dtypes_and_values(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["a[1]", "a\\b"])
+def test_a_path_that_orbax_does_not_read_again_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="states need a path without .*, which Orbax takes for a pattern"):
+        with orbax.open_store(tmp_path / name):
+            pass
+
+
 def test_the_newest_two_states_are_kept(tmp_path):
     with orbax.open_store(tmp_path) as store:
         for v in range(4):

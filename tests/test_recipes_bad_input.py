@@ -276,6 +276,7 @@ OPTIONS = {
         ("--evaluate-every 2", "--evaluate-every 2 needs --heldout, rows to evaluate on, got none"),
         ("--out {place}/good.jsonl", "--out must be a directory, got"),
         ("--out {place}/good.jsonl/a/b", "--out must be a directory, got"),
+        ("--out {place}/a[1]/run", "--out must have no [ in its path, which Orbax takes for a pattern, got"),
         ("--out /proc/run", "--out must be a directory that can be written to, got /proc/run"),
     ],
     "dpo": [

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 
 from areax import models
-from areax.adapters import hf, safetensors, tokenizer
+from areax.adapters import hf, orbax, safetensors, tokenizer
 from areax.adapters.command_line.options import json_object
 from areax.adapters.launch import devices
 from areax.adapters.report import chrome_trace
@@ -286,6 +286,11 @@ def check_own_engine(model: str, serve: local.Serve) -> None:
 def check_directory(option: str, path: str) -> None:
     """Raises ValueError if an option's `path` is not a directory and cannot be created; creates nothing."""
     place = Path(path)
+    if unread := [sign for sign in orbax.UNREAD if sign in str(place.absolute())]:
+        raise ValueError(
+            f"{option} must have no {unread[0]} in its path, which Orbax takes for a pattern, got {place.absolute()}; "
+            "name another place"
+        )
     for part in (place, *place.parents):
         if not (part.exists() or part.is_symlink()):  # asked first: another process of the job may create it meanwhile
             continue
