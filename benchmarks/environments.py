@@ -159,9 +159,9 @@ def called(name: str, /, **arguments: str) -> dict:
 TASKS = {
     "chain_sum": Task(
         "reasoning_gym:chain_sum", sums, 0.9, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        steps=200, lr=1e-3,
+        imitation=600, steps=80,
     ),
-    "gcd": Task("reasoning_gym:gcd", divisors, 0.9, {"min_value": 1, "max_value": 12}),
+    "gcd": Task("reasoning_gym:gcd", divisors, 0.9, {"min_value": 1, "max_value": 12}, imitation=600),
     "legs": Task(
         "reasoning_gym:leg_counting", legs, 0.9, {"min_animals": 1, "max_animals": 1, "max_instances": 1}
     ),
