@@ -99,6 +99,30 @@ def test_files_come_and_go(tmp_path):
     asyncio.run(steps())
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda said: "busy\n" + said,  # four characters of base64's
+        lambda said: f"bash: warning: setlocale\n{said}",
+        lambda said: said.replace("MC4", "MC4busy"),
+        lambda said: said[:-5],
+        lambda said: said + "MTE=",
+        lambda said: said.replace("M", "<"),
+        lambda said: "",
+        lambda said: "<html>502 Bad Gateway</html>",
+    ],
+)
+def test_a_file_that_comes_back_changed_is_an_error_of_the_service(tmp_path, damage):
+    (tmp_path / "reward.txt").write_text("0.875")
+
+    async def damaged(text, seconds):
+        said, code = await execute(text, seconds)
+        return damage(said), code
+
+    with pytest.raises(ServerError, match="^service: the file .*/reward.txt did not come back as it is: .*, got '"):
+        asyncio.run(made(execute=damaged).get(str(tmp_path / "reward.txt")))
+
+
 def test_a_machine_that_is_gone_has_ended_and_a_service_that_fails_is_a_server_error():
     async def lost():
         return "its time is over"

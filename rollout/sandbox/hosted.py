@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from ..errors import ServerError
-from ..processes.printable import one_line
+from ..processes.printable import one_line, shown
 from . import Result
 from .containers import HALF, archive, late, left_out, why
 from .machine import FILE, LATE_S, Ended
@@ -164,15 +164,20 @@ class Hosted:
         text = f"""[ -e {name} ] || exit 2
 [ -f {name} ] || exit 21
 set -o pipefail
-timeout --signal=KILL {LATE_S} head -c {FILE + 1} -- {name} | base64 || exit 5"""
+text=$(timeout --signal=KILL {LATE_S} head -c {FILE + 1} -- {name} | base64 -w 0) || exit 5
+printf '%d %s\\n' "${{#text}}" "$text\""""
         said, code = await self.called(FILES_S, self.execute, text, FILES_S)
         if code:
             known = {2: "No such file", 21: "is no file"}
             raise OSError(code if code in known else 5, known.get(code, "cannot be read"), path)
         try:
-            content = base64.b64decode(said)
+            count, _, encoded = said.removesuffix("\n").partition(" ")
+            if len(encoded) != int(count):
+                raise ValueError(f"it has {len(encoded)} characters of {count:.20}")
+            content = base64.b64decode(encoded, validate=True)
         except ValueError as error:
-            raise OSError(5, "cannot be read", path) from error
+            told = f"the file {path} did not come back as it is: {one_line(error)}"
+            raise ServerError(f"{self.provider}: {told}, got {shown(said)}") from error
         if len(content) > FILE:
             raise OSError(27, f"must have at most {FILE} bytes", path)
         return content

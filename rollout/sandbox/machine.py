@@ -171,7 +171,7 @@ class Local:
     async def get(self, path: str) -> bytes:
         told = await self._asked({"get": path, "most": FILE}, LATE_S)
         try:
-            return base64.b64decode(told["content"])
+            return base64.b64decode(told["content"], validate=True)
         except (KeyError, TypeError, ValueError) as error:
             raise self._garbled(error) from error
 
