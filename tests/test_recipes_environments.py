@@ -1,5 +1,6 @@
 """`--env`: what it expands into, what it refuses, its rows, and a run that goes on."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -7,6 +8,8 @@ import re
 import pytest
 import servers
 import tiny
+from fidelity import SAMPLING, Policy
+from gateways import TOKENS
 
 from areax.adapters import cli
 from areax.adapters.command_line import parse
@@ -16,7 +19,9 @@ from areax.core.optim import Optimizer
 from areax.recipes import eval, grpo
 from areax.recipes.shared import environments
 from areax.rollout import object_path
+from areax.rollout.scheduling.curriculum import Prompts
 from areax.rollout.types import Sampling
+from areax.rollout.workflows import environments as worlds
 
 WORLDS = """
 import asyncio
@@ -42,6 +47,16 @@ class Flow(Sum):
     @staticmethod
     def rows(split, **options):
         yield from Own.rows(split, **options)
+
+class Sourced(Sum):
+    def __init__(self, source):
+        self.digits = 1
+    @staticmethod
+    def rows(split, source):
+        return [{"seed": n, "data_source": source} for n in range(2)]
+    def reset(self, row):
+        self.left = 1
+        return f"{row}"
 
 class Full(Sum):
     def reset(self, row):
@@ -167,12 +182,32 @@ def test_several_environments_have_shares_and_options_of_their_own(file):
         ("a", f"{file}:Sum", 3), ("b", "openenv:http://h:8000", 1), ("c", "nemo_gym:http://h:80", 0.5)
     ]  # fmt: skip
     expanded = flat(environments.expanded(grpo.Config("m", "", "", env=env, env_options=given)))
-    worlds = json.loads(expanded.workflow_options)["worlds"]
-    assert expanded.workflow == environments.ONE_OF and worlds.keys() == {"a", "b", "c"}
-    assert worlds["a"] == {"world": f"{file}:Sum", "name": f"{file}:Sum", "options": {"digits": 2}, "turns": 1}
+    own = json.loads(expanded.workflow_options)["worlds"]
+    assert expanded.workflow == environments.ONE_OF and own.keys() == {"a", "b", "c"}
+    assert own["a"] == {"world": f"{file}:Sum", "name": f"{file}:Sum", "options": {"digits": 2}, "turns": 1}
     rows = environments.first(f"a={file}:Own,b={file}:Sum", '{"a": {"digits": 4}}', 2)
     assert [row["data_source"] for row in rows] == ["a", "a", "b", "b"] and rows[0]["digits"] == 4
+    assert [row[worlds.WORLD] for row in rows] == ["a", "a", "b", "b"]
     assert environments.shares("openenv:http://h/?a=b", "") == environments.shares("textarena:X", "") == []
+
+
+@pytest.mark.parametrize("source", ["b", "gsm8k"])
+def test_rows_of_a_mixture_are_played_in_their_own_environment(file, source):
+    """Whatever fields they have, also one with the name of another environment."""
+    env, given = f"a={file}:Sourced,b={file}:Own", json.dumps({"a": {"source": source}})
+    prompts = environments.opened(env, given, lambda rows, seed: Prompts(list(rows), seed), 0)
+    flow = json.loads(flat(environments.expanded(grpo.Config("m", "", "", env=env, env_options=given))).workflow_options)
+    rows = [*(prompts[n] for n in range(4)), *environments.first(env, given, 2)]
+    assert [row[worlds.WORLD] for row in rows[:4]] == [prompts.source(n) for n in range(4)]
+    for row in rows:
+        policy = Policy("1")
+        how = dict(tokenizer=TOKENS, sampling=SAMPLING, worlds=flow["worlds"])
+        [*_, sample] = asyncio.run(worlds.play_one_of(policy, row, **how))
+        if row[worlds.WORLD] == "a":
+            assert f"'data_source': '{source}'" in policy.heard[0] and worlds.WORLD not in policy.heard[0]
+        else:
+            assert f"{row['seed'] % 10}+1" in policy.heard[0]
+        assert worlds.WORLD not in sample.info["row"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from areax.rollout import object_path
 from areax.rollout.scheduling.mixture import FIELD, Mixture
 from areax.rollout.workflows import environment_rows, environment_workers, environments
 from areax.rollout.workflows.environment_rows import Rows
+from areax.rollout.workflows.environments import WORLD
 
 # Files of adapters/environments:
 WORLDS = (
@@ -191,7 +192,14 @@ def opened(env: str, options: str, open_one: Callable[[Any, int], Any], seed: in
     if not (several := shares(env, options)):
         return open_one(rows(env, options, "train"), seed)
     own = {share.name: open_one(rows(share.env, share.options, "train"), seed + i) for i, share in enumerate(several)}
-    return Mixture(own, {share.name: share.weight for share in several}, seed)
+    return Worlds(own, {share.name: share.weight for share in several}, seed)
+
+
+class Worlds(Mixture):
+    """A mixture whose rows name their environment, whatever fields they have of their own."""
+
+    def __getitem__(self, ordinal: int) -> dict:
+        return {**super().__getitem__(ordinal), WORLD: self.source(ordinal)}
 
 
 def heldout(env: str, options: str, source: str) -> list[dict] | None:
@@ -211,7 +219,7 @@ def heldout(env: str, options: str, source: str) -> list[dict] | None:
 def first(env: str, options: str, count: int) -> list[dict]:
     """The first `count` rows of an environment for evaluation, or of each of a mixture."""
     if several := shares(env, options):
-        return [{FIELD: x.name, **row} for x in several for row in first(x.env, x.options, count)]
+        return [{FIELD: x.name, **row, WORLD: x.name} for x in several for row in first(x.env, x.options, count)]
     found = list(itertools.islice(rows(env, options, "eval"), count))
     if not found:
         raise ValueError(f"--env {env}: must have tasks for evaluation, got none of rows('eval')")

@@ -30,6 +30,7 @@ from .multi_turn import counted, following, style_of_calls
 
 log = logging.getLogger(__name__)
 
+WORLD = "areax_environment"  # of a row of a mixture: its environment, which does not see this field
 Seen = str | Sequence[Mapping[str, Any]]  # a user's message, or messages in OpenAI's format
 
 
@@ -197,9 +198,10 @@ async def play_one_of(
     generate: Generate, row: Mapping[str, Any], *, tokenizer: Any, processor: images.Processor | None = None,
     sampling: Sampling, worlds: Mapping[str, Mapping[str, Any]],
 ) -> list[Sample] | None:  # fmt: skip
-    """`play` in the world that the row's "data_source" names; `worlds` is {name: arguments of `play`}."""
-    how = worlds[row["data_source"]]
-    return await play(generate, row, tokenizer=tokenizer, processor=processor, sampling=sampling, **how)
+    """`play` in the world that the row's field WORLD names; `worlds` is {name: arguments of `play`}."""
+    own = dict(row)
+    how = worlds[own.pop(WORLD)]
+    return await play(generate, own, tokenizer=tokenizer, processor=processor, sampling=sampling, **how)
 
 
 async def check(
