@@ -172,7 +172,7 @@ def gateway(key: str, session: str) -> list[Route]:
         post("/v1/messages/count_tokens", {"messages": USER}),
         post("/sessions", {"task": "x"}, admin),
         reward({"value": 1, "interaction": "x"}),
-        reward({"value": {"a": 1}}),
+        reward({"value": {"reward": 1, "a": 1}}),
         *map(get, ["/v1/models", "/health", f"/sessions/{session}/trajectories?style=leaves&discount=1"]),
     ]  # fmt: skip
 

@@ -84,6 +84,8 @@ def test_rewards_are_read_as_harbor_reads_them(tmp_path, tasks, caplog):
         ),
         ("only", "echo '{\"correctness\": 0.5}' > $L/reward.json", (0.5, {})),
         ("text", "echo ' 0.75 ' > $L/reward.txt; exit 9", (0.75, {})),
+        ("error", "echo '{\"error\": 503}' > $L/reward.json", None),
+        ("true", "echo '{\"reward\": true}' > $L/reward.json", None),
         ("none", "true", None),
         ("nan", "echo nan > $L/reward.txt", None),
         ("words", "echo good > $L/reward.txt", None),

@@ -73,7 +73,10 @@ MAY_IMPORT = {
         "rollout.servers.labels",
         "rollout.processes",
     },
-    "adapters/environments": {"adapters", "rollout.object_path", "rollout.processes", "rollout.sandbox"},
+    "adapters/environments": {
+        "adapters", "rollout.errors", "rollout.object_path", "rollout.processes", "rollout.rewards.signatures",
+        "rollout.sandbox",
+    },
     "adapters/commands/suggest.py": {"adapters", "parallel", "core", "rollout.simulation"},
     "adapters/commands/programs.py": {"adapters", "core", "parallel", "models", "rollout.engine"},
     "adapters/cli.py": ANYTHING,

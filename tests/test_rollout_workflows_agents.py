@@ -148,13 +148,14 @@ request = urllib.request.Request(
     json.dumps({"model": "areax", "messages": [{"role": "user", "content": row["prompt"]}]}).encode(),
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
 )
-said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+made = json.load(urllib.request.urlopen(request))
+said = made["choices"][0]["message"]["content"]
 print("the answer is", said)
 print(17)
 if said == "crash":
     sys.exit("no idea what to do")
 if said != "4":
-    print(json.dumps({"right": 0.25}))
+    print(json.dumps({"reward": 0.25, "looked": 3}))
 """
 
 
@@ -174,10 +175,18 @@ def test_a_program_runs_as_an_agent_in_its_own_process(said, wanted, tmp_path, c
         ("'{\"reward\": ' + '9' * 5000 + '}'", math.nan, "begins like its result, a JSON object"),
         ("'{\"reward\": 1'", math.nan, "begins like its result, a JSON object"),
         ("'x' * 2**21", math.nan, "must have less than 1048576 bytes"),
+        ("json.dumps({'error': 503})", math.nan, "must answer with an object with a number \"reward\", got {'error': 503}"),
+        ("json.dumps({'duration_ms': 5321, 'tokens': 12})", math.nan, "must answer with an object with a number"),
+        ("json.dumps({'reward': None})", math.nan, "must answer with a number as the reward, got None"),
+        ("json.dumps({'reward': '0.5'})", math.nan, "must answer with a number as the reward, got '0.5'"),
+        ("json.dumps({'reward': True})", math.nan, "must answer with a number as the reward, got True"),
+        ("json.dumps({'reward': math.nan})", math.nan, "must answer with a number as the reward, got nan"),
+        ("json.dumps({made['id']: 0.5})", 0.5, ""),
+        ("json.dumps({made['id']: {'error': 503}})", math.nan, "must answer with a number as the reward, got {'er"),
     ],
 )
 def test_a_program_s_last_line_is_its_result_or_an_error(says, wanted, words, tmp_path, caplog):
-    (tmp_path / "agent.py").write_text(f"{PROGRAM}\nimport json\nprint({says})\n".replace("print(17)\n", ""))
+    (tmp_path / "agent.py").write_text(f"{PROGRAM}\nimport json, math\nprint({says})\n".replace("print(17)\n", ""))
     [sample] = play(agents.command(f"{sys.executable} {tmp_path}/agent.py"), "4")
     assert sample.reward == pytest.approx(wanted, nan_ok=True) and words in caplog.text
 
@@ -186,7 +195,7 @@ def test_a_program_sees_no_secret_unless_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")  # never the agent's
     see = "import json, os\nsees = [name in os.environ for name in ('MY_TOKEN', 'PATH', 'HOME')]\n"
-    say = "print(json.dumps({'token': 10.0 * sees[0], 'rest': float(all(sees[1:]))}))\n"
+    say = "print(json.dumps({'reward': 10.0 * sees[0] + float(all(sees[1:]))}))\n"
     (tmp_path / "agent.py").write_text(PROGRAM.replace("print(17)\n", "") + see + say)
     program = f"{sys.executable} {tmp_path}/agent.py"
     for names, wanted in ((), 1.0), (("MY_TOKEN", "OPENAI_API_KEY"), 11.0):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...rollout.processes.printable import one_line
+from ...rollout.rewards.signatures import is_fault, reported
 from ...rollout.sandbox import machine
 
 log = logging.getLogger(__name__)
@@ -238,10 +239,10 @@ def _rewards(text: str) -> dict[str, float]:
     try:
         given = json.loads(text)
         given = given if isinstance(given, dict) else {"reward": given}
-        if len(given) == 1:
+        if len(given) == 1 and not is_fault(given):
             [given] = ({"reward": value} for value in given.values())
-        if "reward" in given and all(math.isfinite(value) for value in given.values()):
-            return {name: float(value) for name, value in given.items()}
+        if all(math.isfinite(value) for value in given.values()):
+            return reported(given, "the tests")
     except (ValueError, TypeError, OverflowError):
         pass
     raise ValueError(f'the tests must write a number, or an object of numbers with "reward", got {text!r:.80}')

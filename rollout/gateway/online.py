@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from ..chat.fields import Refused
 from ..chat.session import Session
+from ..rewards.signatures import reported, reported_number
 from ..types import Sample
 from .body import read_body
 from .sessions import Entry, Limits, Sessions
@@ -75,8 +76,11 @@ class Online:
         interaction = body.get("interaction") or ""
         if "value" not in body or not body.keys() <= {"value", "interaction"} or not isinstance(interaction, str):
             raise Refused("body", 'must have a "value" and optionally the id of an "interaction"')
+        value = body["value"]
+        if value is not None:
+            value = (reported if isinstance(value, dict) else reported_number)(value, "value: a client")
         try:
-            session.set_reward(body["value"], interaction)
+            session.set_reward(value, interaction)
         except OverflowError:
             raise Refused("value", "must be a finite number") from None
         return JSONResponse({"id": session.id})

@@ -22,11 +22,9 @@ from ..errors import ServerError
 from ..processes import json_rows, keys
 from ..processes.http_answers import LATER, read_body, wait_s
 from ..processes.printable import one_line
+from .signatures import is_fault
 
 LARGEST = 1 << 20  # bytes of an answer
-FAULTS = {  # what servers call no reward
-    "code", "detail", "error", "errors", "message", "retry_after", "status", "statusCode", "status_code", "success",
-}  # fmt: skip
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
 
 
@@ -55,7 +53,7 @@ def post(
         trusted = allow if url is None else hosts(url)
         where = row["reward_url"] if url is None else url
         said = await ask(where, body, allow=trusted, timeout_s=timeout_s, attempts=attempts)
-        if isinstance(said, dict) and _is_fault(said):
+        if is_fault(said):
             raise ServerError(f"{keys.redacted(str(where))}: must answer with a reward, got {json.dumps(said):.200}")
         return said
 
@@ -120,16 +118,6 @@ async def ask(
             except aiohttp.ClientError as error:
                 trouble = f"{type(error).__name__}: {one_line(error)}"
     raise ServerError(f"{shown}: {trouble}, in each of {attempts} attempts")
-
-
-def _is_fault(said: Mapping[str, Any]) -> bool:
-    """Whether an object is an error, not a reward: it has nothing but names of FAULTS, or one with a text, an object,
-    or the number of a status."""
-    if "reward" in said or not said:
-        return False
-    faults = [value for name, value in said.items() if name in FAULTS]
-    is_one = lambda x: not isinstance(x, int | float) or isinstance(x, bool) or 400 <= x < 600
-    return len(faults) == len(said) or any(map(is_one, faults))
 
 
 async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:

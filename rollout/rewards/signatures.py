@@ -16,6 +16,9 @@ VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # paramete
 
 LARGEST = 1e18  # of a number such as a reward: float32, in which training has them, holds sums of squares of these
 COMPONENTS, LONGEST_NAME = 256, 100  # most components of a reward, and characters of a component's name
+FAULTS = {  # what servers call no reward
+    "code", "detail", "error", "errors", "message", "retry_after", "status", "statusCode", "status_code", "success",
+}  # fmt: skip
 KINDS = "a number, a dict of numbers, a list of (end, reward) pairs or None"
 
 
@@ -76,6 +79,35 @@ def whole(value: Any) -> Score:
             "return their sum, or the least"
         )
     return made
+
+
+def is_fault(said: Any) -> bool:
+    """Whether an answer is an error in place of a reward: an object that has nothing but names of FAULTS, or one with a
+    text, an object, or the number of a status."""
+    if not isinstance(said, Mapping) or "reward" in said or not said:
+        return False
+    faults = [value for name, value in said.items() if name in FAULTS]
+    is_one = lambda x: not isinstance(x, int | float) or isinstance(x, bool) or 400 <= x < 600
+    return len(faults) == len(said) or any(map(is_one, faults))
+
+
+def reported(said: Any, where: str) -> dict[str, float]:
+    """The reward that a server or a program reports in an object of JSON: its number "reward", and its other numbers.
+
+    Raises:
+      ValueError: there is no such number, `where` says of whom; a number beyond LARGEST.
+    """
+    if not isinstance(said, Mapping) or "reward" not in said:
+        raise ValueError(f'{where} must answer with an object with a number "reward", got {shown(said)}')
+    numbers = {name: x for name, x in said.items() if isinstance(x, int | float) and name != "reward"}
+    return {name: _number(x) for name, x in numbers.items()} | {"reward": reported_number(said["reward"], where)}
+
+
+def reported_number(value: Any, where: str) -> float:
+    """A number of a server or a program as a reward. Raises ValueError for true, NaN and what is none, as `reported`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ValueError(f"{where} must answer with a number as the reward, got {shown(value)}")
+    return _number(value)
 
 
 def _components(value: Any) -> dict[str, float]:

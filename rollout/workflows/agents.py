@@ -29,6 +29,7 @@ from ..gateway.sessions import Limits
 from ..processes import guard, json_rows, keys, orphan_guard
 from ..processes.environment import passed
 from ..processes.printable import printable
+from ..rewards.signatures import reported, reported_number
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
 from .failures import Failures, line
@@ -221,7 +222,8 @@ def session_variables(base_url: str, api_key: str) -> dict[str, str]:
 def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[Any]]:
     """Wraps a program as an agent. It gets the row as JSON on standard input, images as data URLs; address and key in
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. If the last line it prints is a JSON
-    object, that is its result: {"reward": 0.5}, or rewards by interaction id.
+    object, that is its result: {"reward": 0.5}, with other numbers as components, or rewards by interaction id. An
+    object without either, such as {"error": 503}, is an error.
 
     Args:
       names: environment variables that it gets too, besides `environment.PASSED`.
@@ -234,7 +236,7 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
         raise ValueError("exec: must be followed by a command, got nothing")
     environ = passed(names, "--agent.environment")
 
-    async def run(row: Mapping[str, Any], *, base_url: str, api_key: str, **_: str) -> Any:
+    async def run(row: Mapping[str, Any], *, base_url: str, api_key: str, session_id: str = "", **_: str) -> Any:
         mark = secrets.token_hex(8)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
@@ -263,7 +265,9 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
             result = json.loads(last) if last.startswith("{") else None
         except (ValueError, RecursionError) as error:
             raise RuntimeError(f"{words}: the last line begins like its result, a JSON object: {error}") from error
-        return result
+        if result and session_id and all(id.startswith(f"{session_id}-") for id in result):
+            return {id: reported_number(value, words) for id, value in result.items()}
+        return None if result is None else reported(result, words)
 
     return run
 
