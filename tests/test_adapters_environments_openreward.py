@@ -78,7 +78,7 @@ def test_a_tool_that_fails_and_a_task_that_is_missing_are_lines(caplog):
     _, [sample], asked = play(call("breaks"))
     assert math.isnan(sample.reward) and "the tool breaks failed: broken" in caplog.text
     assert [path for _, path, _ in asked[-2:]] == ["delete", "delete_session"]
-    with pytest.raises(environments.ServerError, match='create: 400 {"detail":"Invalid index"}'):
+    with pytest.raises(environments.ServerError, match='create: 400: {"detail":"Invalid index"}'):
         play("x", row={**ROW, "index": 99})
 
 

@@ -74,7 +74,11 @@ MAY_IMPORT = {
         "rollout.processes",
     },
     "adapters/environments": {
-        "adapters", "rollout.errors", "rollout.object_path", "rollout.processes", "rollout.rewards.signatures",
+        "adapters",
+        "rollout.errors",
+        "rollout.object_path",
+        "rollout.processes",
+        "rollout.rewards.signatures",
         "rollout.sandbox",
     },
     "adapters/commands/suggest.py": {"adapters", "parallel", "core", "rollout.simulation"},

@@ -196,7 +196,9 @@ def test_rows_of_a_mixture_are_played_in_their_own_environment(file, source):
     """Whatever fields they have, also one with the name of another environment."""
     env, given = f"a={file}:Sourced,b={file}:Own", json.dumps({"a": {"source": source}})
     prompts = environments.opened(env, given, lambda rows, seed: Prompts(list(rows), seed), 0)
-    flow = json.loads(flat(environments.expanded(grpo.Config("m", "", "", env=env, env_options=given))).workflow_options)
+    flow = json.loads(
+        flat(environments.expanded(grpo.Config("m", "", "", env=env, env_options=given))).workflow_options
+    )
     rows = [*(prompts[n] for n in range(4)), *environments.first(env, given, 2)]
     assert [row[worlds.WORLD] for row in rows[:4]] == [prompts.source(n) for n in range(4)]
     for row in rows:

@@ -37,7 +37,7 @@ from areax.rollout.errors import ServerError
 from areax.rollout.fleet import fleet as fleet_module
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.processes import http_answers
-from areax.rollout.servers import endpoint, labels
+from areax.rollout.servers import labels
 from areax.rollout.types import sampled
 
 # ---------------------------------------------------------------- one request
@@ -428,7 +428,9 @@ def test_a_server_that_asks_to_come_later_is_asked_later(status):
             assert asyncio.get_running_loop().time() - begun >= 0.3 and len(a.generated()) == 2
             a.refuse["/model_info"] = later
             begun = asyncio.get_running_loop().time()
-            with pytest.raises(endpoint.Unreached, match=f"HTTP {status}"):  # at once: it would take longer than that
+            with pytest.raises(
+                http_answers.Unreached, match=f"HTTP {status}"
+            ):  # at once: it would take longer than that
                 await fleet.servers[0].api.reported_weights(timeout_s=9, reach_s=0.25)
             assert asyncio.get_running_loop().time() - begun < 0.25
 
@@ -707,7 +709,7 @@ def test_an_abort_at_max_new_tokens_finishes_by_length():
 
 
 def test_repeated_aborts_without_new_tokens_are_an_error(monkeypatch):
-    monkeypatch.setattr(endpoint, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(http_answers, "FIRST_DELAY_S", 0.001)
 
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:

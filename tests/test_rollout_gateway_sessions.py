@@ -90,7 +90,8 @@ def test_sessions_over_http():
         ):
             assert (await place.request("POST", f"{path}/reward", key, json=body))[0] == 400
         assert (await place.request("POST", f"{path}/reward", key, json={"value": 1, "interaction": one.id}))[0] == 200
-        assert (await place.request("POST", f"{path}/reward", key, json={"value": {"reward": 0.5, "style": 2}}))[0] == 200
+        last = {"value": {"reward": 0.5, "style": 2}}
+        assert (await place.request("POST", f"{path}/reward", key, json=last))[0] == 200
         _, export = await place.request("GET", f"{path}/trajectories?style=interactions&discount=0.5", key)
         first, second = export["rows"]
         assert (first["rewards"][0][1], second["rewards"][0][1]) == (1, 0.5)

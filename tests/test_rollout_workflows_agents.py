@@ -175,7 +175,7 @@ def test_a_program_runs_as_an_agent_in_its_own_process(said, wanted, tmp_path, c
         ("'{\"reward\": ' + '9' * 5000 + '}'", math.nan, "begins like its result, a JSON object"),
         ("'{\"reward\": 1'", math.nan, "begins like its result, a JSON object"),
         ("'x' * 2**21", math.nan, "must have less than 1048576 bytes"),
-        ("json.dumps({'error': 503})", math.nan, "must answer with an object with a number \"reward\", got {'error': 503}"),
+        ("json.dumps({'error': 503})", math.nan, "with a number \"reward\", got {'error': 503}"),
         ("json.dumps({'duration_ms': 5321, 'tokens': 12})", math.nan, "must answer with an object with a number"),
         ("json.dumps({'reward': None})", math.nan, "must answer with a number as the reward, got None"),
         ("json.dumps({'reward': '0.5'})", math.nan, "must answer with a number as the reward, got '0.5'"),

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
+from ...rollout.errors import ServerError
+from ...rollout.rewards.signatures import reported
 from ..data import datasets
+from .server import Server
 
 READ = {"input", "instructions", "tools", "parallel_tool_calls"}
 OF_THE_RUN = {  # of a row, but the run decides, or nothing here depends on them
@@ -29,9 +30,8 @@ class World:
     """
 
     def __init__(self, name: str, data: str, *, heldout: str = "", ignore: Sequence[str] = ()):
-        self._url = name.rstrip("/")
+        self._server = Server(name)
         self.tools: list[dict[str, Any]] = []
-        self._http: aiohttp.ClientSession | None = None
 
     @staticmethod
     def rows(split: str, name: str, data: str, *, heldout: str = "", ignore: Sequence[str] = ()) -> Iterable[dict]:
@@ -59,8 +59,7 @@ class World:
         self.tools = [{"type": "function", "function": {
             key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
         }} for tool in asked.get("tools") or ()]  # fmt: skip
-        self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))  # of an address, too
-        await self._answer("seed_session", row)
+        await self._server.json("POST", "seed_session", row, begins=True)
         return _conversation(row, list(asked))
 
     async def step(self, message: Mapping[str, Any]) -> tuple[Any, dict[str, float] | None, bool]:
@@ -74,41 +73,36 @@ class World:
         return (seen, None, False) if calls else ("", await self.stop(), True)
 
     async def stop(self) -> dict[str, float]:
-        """The server's reward for what was said, and its other numbers."""
+        """The server's reward for what was said, and its other numbers. Raises ValueError if it gives no reward."""
         asked = self._row["responses_create_params"]
         response = {
             "id": "resp_0", "object": "response", "created_at": 0, "model": "policy", "status": "completed",
             "output": self._said, "tools": asked.get("tools") or [], "tool_choice": "auto",
             "parallel_tool_calls": not self._one,
         }  # fmt: skip
-        answer = json.loads(await self._answer("verify", {**self._row, "response": response}))
-        new = {name: x for name, x in answer.items() if isinstance(x, int | float) and name not in self._row}
-        return {name: float(x) for name, x in new.items()}
+        answer = await self._server.json("POST", "verify", {**self._row, "response": response})
+        numbers = reported(answer, f"{self._server.url}/verify")
+        return {name: x for name, x in numbers.items() if name == "reward" or name not in self._row}
 
     async def close(self) -> None:
-        if self._http:
-            await self._http.close()
+        await self._server.close()
 
     async def _called(self, name: str, arguments: str) -> str:
-        """What the server answers to a call, errors too, which are the policy's to read."""
+        """What the server answers to a call. Its errors are the policy's to read if they are JSON, as it writes what a
+        tool raised; others are not its own."""
         if name not in [tool["function"]["name"] for tool in self.tools]:
             return f"error: must be a call of a tool, got {name!r:.80}"
         try:
             given = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             return f"error: the arguments must be a JSON object ({type(error).__name__})"
-        return (await self._posted(name, given))[1]
-
-    async def _answer(self, path: str, data: Any) -> str:
-        status, text = await self._posted(path, data)
+        status, text = await self._server.text("POST", name, given)
         if status != 200:
-            raise RuntimeError(f"{self._url}/{path}: {status}: {text:.300}")
+            try:
+                self._server.parsed(name, text)
+            except ServerError as error:
+                raise RuntimeError(f"HTTP {status} of {error}") from None
         return text
-
-    async def _posted(self, path: str, data: Any) -> tuple[int, str]:
-        assert self._http, "reset comes first"
-        async with self._http.post(f"{self._url}/{path}", json=data) as reply:
-            return reply.status, await reply.text()
 
 
 def _conversation(row: Mapping[str, Any], ignore: Iterable[str]) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ from typing import Any
 
 import aiohttp
 
+from ...rollout.errors import ServerError
+from ...rollout.processes.printable import shown
+from ...rollout.rewards.signatures import reported_number
 from . import arguments, function
-
-LARGEST = 1 << 27  # bytes of a message
+from .server import Server
 
 
 class World:
@@ -24,18 +26,15 @@ class World:
     """
 
     def __init__(self, name: str):
-        self._url = name.rstrip("/")
+        self._server = Server(name)
         self.tools: list[dict[str, Any]] = []
         self._field = ""  # of an action that is a text
-        self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> str:
         """Begins a session; the server's environment gets the row's fields, such as "seed", that it takes."""
-        self._http = aiohttp.ClientSession()
-        async with self._http.get(f"{self._url}/schema", raise_for_status=True) as reply:
-            schema = (await reply.json())["action"]
-        self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=LARGEST)
+        schema = (await self._server.json("GET", "schema", begins=True))["action"]
+        self._socket = await self._server.socket("ws")
         data = await self._asked("reset", dict(row))
         own = {name: kind for name, kind in schema.get("properties", {}).items() if name not in ("metadata", "type")}
         texts = [name for name, kind in own.items() if kind.get("type") == "string"]
@@ -74,30 +73,39 @@ class World:
         """Ends the session, for which the server may have room for one alone."""
         if self._socket:
             await self._socket.close()
-        if self._http:
-            await self._http.close()
+        await self._server.close()
 
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a message: {"observation", "reward", "done"}, also to an action that the server refuses.
+        """The answer to a message: {"observation", "reward", "done"}, also to an action that the server refuses. The
+        protocol's reward of a step without one is null.
 
         Raises:
+          ServerError: it closed the connection, or its answer is no JSON.
           RuntimeError: an error of the server, or of its environment.
+          ValueError: an answer that the protocol does not have.
         """
         assert self._socket, "reset comes first"
+        url = self._server.url
         await self._socket.send_json({"type": kind, "data": data})
         reply = await self._socket.receive()
         if reply.type != aiohttp.WSMsgType.TEXT:
-            raise RuntimeError(f"{self._url} must answer, and closed the connection instead")
-        answer = json.loads(reply.data)
-        told = answer["data"]
-        if answer["type"] != "error":
-            return {"reward": None, "done": False, **told}
+            raise ServerError(f"{url} must answer, and closed the connection instead")
+        answer = self._server.parsed("ws", reply.data)
+        named = answer.get("type") if isinstance(answer, dict) else None
+        told = answer.get("data") if named in ("observation", "error") else None
+        if not isinstance(told, dict):
+            raise ValueError(f"{url} must answer with an observation or an error, got {shown(answer)}")
+        if named == "observation":
+            if not {"observation", "reward"} <= told.keys() or not isinstance(told.get("done"), bool):
+                raise ValueError(f"{url}: an observation must have observation, reward and done, got {shown(told)}")
+            reward = None if told["reward"] is None else reported_number(told["reward"], url)
+            return {"observation": told["observation"], "reward": reward, "done": told["done"]}
         if told.get("code") == "VALIDATION_ERROR" and kind == "step":
-            refused = json.dumps(told.get("errors", told["message"]))
+            refused = json.dumps(told.get("errors", told.get("message")))
             return {"observation": f"error: {refused}", "reward": None, "done": False}
         advice = "; start it with a max_concurrent_envs of at least the episodes that run at the same time"
         full = told.get("code") == "CAPACITY_REACHED"
-        raise RuntimeError(f"{self._url}: {told['message']} ({told.get('code')}){advice if full else ''}")
+        raise RuntimeError(f"{url}: {told.get('message')} ({told.get('code')}){advice if full else ''}")
 
 
 def _text(observation: Any) -> str:

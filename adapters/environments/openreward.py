@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
+from ...rollout.errors import ServerError
+from ...rollout.processes.printable import shown
+from ...rollout.rewards.signatures import reported_number
 from . import arguments, function
+from .server import LARGEST, Server
 
+MOST = 1_000_000  # tasks of a split
 NOTHING = {"type": "object", "properties": {}}
 TIMEOUT_S = 60.0  # of the requests before a run
 
@@ -27,10 +30,8 @@ class World:
     """
 
     def __init__(self, name: str, *, variant: str = "", train_split: str = "train", eval_split: str = "test"):
-        self._url, self._variant = name.rstrip("/"), variant
+        self._server, self._variant = Server(name), variant
         self.tools: list[dict[str, Any]] = []
-        self._http: aiohttp.ClientSession | None = None
-        self._session: dict[str, str] = {}
 
     @staticmethod
     def rows(
@@ -41,27 +42,32 @@ class World:
         try:
             variant = variant or _asked(f"{url}/list_environments")[0]
             count = _asked(f"{url}/{variant}/num_tasks", {"split": given})["num_tasks"]
+            if type(count) is not int or not 0 <= count <= MOST:
+                raise ValueError(f"num_tasks must be a number up to {MOST:,}, got {count!r:.80}")
             return [{"variant": variant, "split": given, "index": n} for n in range(count)]
-        except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-            detail = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else error
+        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            detail: Any = error
+            if isinstance(error, urllib.error.HTTPError):
+                detail = f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
             raise ValueError(
                 f"openreward: {url}: no tasks of the split {given}: {' '.join(str(detail).split())}"
             ) from error
 
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Begins a session with the row's task."""
-        self._http, self._variant = aiohttp.ClientSession(), row["variant"]
-        async for event, data in self._events("create_session", None):
-            if event == "task_id":
-                self._session = {"X-Session-ID": data.strip()}
+        self._variant = row["variant"]
+        events = dict(await self._server.events("create_session", None, begins=True))
+        if not events.get("task_id"):
+            raise ServerError(f"{self._server.url}/create_session must name a session, got {shown(events)}")
+        self._server.headers = {"X-Session-ID": events["task_id"].strip()}
         task = {"env_name": self._variant, "split": row["split"], "index": row["index"]}
-        await self._answer("POST", "create", task)
-        listed = await self._answer("GET", f"{self._variant}/task_tools")
+        await self._server.json("POST", "create", task)
+        listed = await self._server.json("GET", f"{self._variant}/task_tools")
         self.tools = [
             function(one["name"], one["description"], one.get("input_schema") or NOTHING) for one in listed["tools"]
         ]
         self._terminal = listed.get("terminal_tool")
-        return [_message(one) for one in await self._answer("GET", f"{self._variant}/messages")]
+        return [_message(one) for one in await self._server.json("GET", f"{self._variant}/messages")]
 
     async def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
         """Calls the tools that the message calls; one without a call goes to the server's terminal tool, if it has one,
@@ -85,63 +91,55 @@ class World:
         return seen, sum(rewards) if rewards else None, done
 
     async def close(self) -> None:
-        if self._http:
-            try:
-                if self._session:
-                    await self._answer("POST", "delete")
-                    await self._answer("POST", "delete_session")
-            finally:
-                await self._http.close()
+        try:
+            if self._server.headers:
+                await self._server.json("POST", "delete")
+                await self._server.json("POST", "delete_session")
+        finally:
+            await self._server.close()
 
     async def _called(self, name: str, given: Any) -> tuple[Any, float | None, bool]:
         """What a tool shows, its reward, and whether it ended the episode; an error is for the policy to read."""
         if given is None:
             return "error: arguments must be a JSON object", None, False
-        text = ""
-        async for event, data in self._events(f"{self._variant}/call", {"name": name, "input": given}):
-            if event == "error":
-                raise RuntimeError(f"{self._url}: the tool {name} failed: {data[:500]}")
-            text += data if event in ("chunk", "end") else ""
-        result = json.loads(text)
-        if not result["ok"]:
+        path = f"{self._variant}/call"
+        events = await self._server.events(path, {"name": name, "input": given})
+        if failed := [data for event, data in events if event == "error"]:
+            raise RuntimeError(f"{self._server.url}: the tool {name} failed: {failed[0]:.500}")
+        text = "".join(data for event, data in events if event in ("chunk", "end"))
+        result = self._server.parsed(path, text)
+        if isinstance(result, dict) and result.get("ok") is False and isinstance(result.get("error"), str):
             return f"error: {result['error']}", None, False
-        output = result["output"]
-        return _parts(output["blocks"]), output.get("reward"), output.get("finished", False)
+        return _output(f"{self._server.url}/{path}", result)
 
-    async def _answer(self, method: str, path: str, content: Any = None) -> Any:
-        assert self._http
-        how: dict[str, Any] = dict(json=content, headers=self._session, allow_redirects=False)
-        async with self._http.request(method, f"{self._url}/{path}", **how) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"{self._url}/{path}: {reply.status} {(await reply.text())[:500]}")
-            return await reply.json()
 
-    async def _events(self, path: str, content: Any) -> AsyncIterator[tuple[str, str]]:
-        """The server-sent events of a request: (event, data)."""
-        assert self._http
-        how: dict[str, Any] = dict(json=content, headers=self._session, allow_redirects=False, read_bufsize=2**20)
-        async with self._http.post(f"{self._url}/{path}", **how) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"{self._url}/{path}: {reply.status} {(await reply.text())[:500]}")
-            event, data = "", list[str]()
-            async for raw in reply.content:
-                line = raw.decode().rstrip("\r\n")
-                field, _, value = line.partition(":")
-                value = value.removeprefix(" ")
-                if field == "event":
-                    event = value
-                elif field == "data":
-                    data.append(value)
-                elif not line and event:
-                    yield event, "\n".join(data)
-                    event, data = "", []
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _asked(url: str, content: Any = None) -> Any:
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-        return json.load(reply)
+    with urllib.request.build_opener(_Stays).open(request, timeout=TIMEOUT_S) as reply:
+        text = reply.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"the answer has more than {LARGEST} bytes")
+    return json.loads(text)
+
+
+def _output(where: str, result: Any) -> tuple[Any, float | None, bool]:
+    """What a call that succeeded shows, its reward, and whether the episode ended. Raises ValueError for anything else;
+    also for an end without a reward, for which the protocol has null if there is none."""
+    output = result.get("output") if isinstance(result, dict) and result.get("ok") is True else None
+    output = output if isinstance(output, dict) else {}
+    reward, finished, blocks = output.get("reward"), output.get("finished", False), output.get("blocks")
+    if not (isinstance(blocks, list) and isinstance(finished, bool)) or (finished and "reward" not in output):
+        rule = "must answer with ok, and with blocks, finished and reward, or with an error"
+        raise ValueError(f"{where} {rule}, got {shown(result)}")
+    return _parts(blocks), None if reward is None else reported_number(reward, where), finished
 
 
 def _message(one: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ import numpy as np
 from .. import events
 from ..errors import ServerError
 from ..processes import keys
+from ..processes.http_answers import Broken, Busy, Unreached, backoff
 from ..servers import concurrency as pressure
 from ..servers import gauges, image_tokens, prefix_routing
-from ..servers.endpoint import Broken, Busy, Unreached, backoff
 from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Part, Published, State

@@ -12,7 +12,7 @@ import asyncio
 import logging
 
 from ..errors import ServerError
-from ..servers.endpoint import Unreached
+from ..processes.http_answers import Unreached
 from ..servers.server import Server
 from .fleet import Fleet
 

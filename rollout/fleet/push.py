@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from .. import events
 from ..errors import ServerError
-from ..servers.endpoint import Unreached
+from ..processes.http_answers import Unreached
 from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Loaded, Probe, Published

@@ -104,7 +104,7 @@ def reported(said: Any, where: str) -> dict[str, float]:
 
 
 def reported_number(value: Any, where: str) -> float:
-    """A number of a server or a program as a reward. Raises ValueError for true, NaN and what is none, as `reported`."""
+    """A number of a server or a program as a reward. Raises ValueError for anything else, also true and NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ValueError(f"{where} must answer with a number as the reward, got {shown(value)}")
     return _number(value)

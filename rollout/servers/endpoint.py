@@ -7,48 +7,35 @@ that it did not take the request (`LATER`). Anything else is left to the caller.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
 
 from ..errors import ServerError
 from ..processes import keys
-from ..processes.http_answers import FAILED, LATER, read_body, wait_s
-from ..processes.printable import one_line, printable
+from ..processes.http_answers import (
+    FAILED,
+    UNSURE,
+    Broken,
+    Failed,
+    Unreached,
+    again,
+    beginning,
+    check_taken,
+    connection_errors,
+    parsed,
+    read_body,
+)
+from ..processes.printable import printable
 
-FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
 LARGEST_ERROR = 2**20  # bytes of an answer with an error
 LARGEST = 2**26  # bytes of an answer, if the call says nothing else
 
 
-class Unreached(ServerError):
-    """The server did not accept the request, so it is safe to resend."""
-
-
-class Busy(Unreached):
-    """The server is up, but accepts no requests at the moment; `wait_s` is how long it asks to wait, 0 = unknown."""
-
-    wait_s = 0.0
-
-
-class Broken(ServerError):
-    """The connection ended before the whole answer arrived; what the server did is unknown."""
-
-
 class Missing(ValueError):
     """The server has no such route (404)."""
-
-
-class Failed(ServerError):
-    """The server, or a proxy before it, answered that it failed; what the server did is unknown."""
-
-
-def backoff(attempt: int) -> float:
-    """Seconds to wait after failed attempt number `attempt`, counted from 0."""
-    return min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
 
 
 @dataclass(eq=False)
@@ -97,31 +84,27 @@ class Endpoint:
           Unreached: not delivered within `reach_s` seconds.
           ServerError: any other failure.
         """
-        attempt, last = 0, f"{self.url}{path}: no answer"
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        where, last = f"{self.url}{path}", f"{self.url}{path}: no answer"
+        retried = UNSURE if method == "GET" else (Unreached,)
+
+        async def once() -> dict:
+            nonlocal where, last
+            where = f"{self.url}{path}"  # a restart moves the server
+            try:
+                with connection_errors(where):
+                    async with self.http.request(
+                        method, where, json=body, headers=self._headers, allow_redirects=False
+                    ) as reply:
+                        if reply.status == 401 and self.key_variable:
+                            raise ValueError(self._key_refused(where))
+                        return await _answer(where, reply, on_event, most)
+            except UNSURE as error:
+                last = str(error)
+                raise
+
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    where, delay = f"{self.url}{path}", backoff(attempt)  # a restart moves the server
-                    try:
-                        with _connection_errors(where):
-                            async with self.http.request(
-                                method, where, json=body, headers=self._headers, allow_redirects=False
-                            ) as reply:
-                                if reply.status == 401 and self.key_variable:
-                                    raise ValueError(self._key_refused(where))
-                                answer = await _answer(where, reply, on_event, most)
-                        break
-                    except (Unreached, Broken, Failed) as error:
-                        if timeout_s is None or (not isinstance(error, Unreached) and method != "GET"):
-                            raise
-                        delay = max(delay, getattr(error, "wait_s", 0.0))
-                        if reach_s is not None and clock() - began + delay > reach_s:
-                            raise
-                        last = str(error)
-                    await asyncio.sleep(delay)
-                    attempt += 1
+                answer = await (once() if timeout_s is None else again(once, retried, reach_s))
         except TimeoutError:
             if timeout_s is None:
                 raise
@@ -136,20 +119,6 @@ class Endpoint:
         return f"{where}: HTTP 401: the key {wrong}; set {name} to the right one, or {name}_FILE to a file with it"
 
 
-@contextlib.contextmanager
-def _connection_errors(where: str) -> Iterator[None]:
-    """Converts aiohttp's errors to Unreached and Broken."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        cause = error.__cause__  # without aiohttp's own words: the address, which `where` has, and "ssl:default"
-        why = getattr(cause, "strerror", None) or str(cause or "") or error
-        raise Unreached(f"{where}: cannot connect ({why})") from error
-    except aiohttp.ClientError as error:
-        why = one_line(error) or type(error).__name__
-        raise Broken(f"{where}: connection broke ({why})") from error
-
-
 async def _answer(
     where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None] | None, most: int
 ) -> dict:
@@ -158,34 +127,24 @@ async def _answer(
     if on_event and status == 200:
         return await _last_event(where, reply, on_event, most)
     data = await read_body(reply, where, most if status == 200 else LARGEST_ERROR)
-    if status in LATER:
-        busy = Busy(f"{where}: HTTP {status}: {_shown(data)}")
-        busy.wait_s = wait_s(reply.headers.get("Retry-After", ""))
-        raise busy
-    if 300 <= status < 400:
-        target = keys.redacted(reply.headers.get("Location", "nowhere"))
-        raise ServerError(f"{where}: HTTP {status}: it redirects to {target!r:.200}; give the server's own address")
+    check_taken(where, reply, data)
     page = _is_page(data, status)  # a proxy's, not the server's own
     if 400 <= status < 500 and not (page and reply.method == "POST"):
         raise (Missing if status == 404 else ValueError)(f"{where}: HTTP {status}: {_message(data)}")
     if status in FAILED or (status >= 400 and page):
-        raise Failed(f"{where}: HTTP {status}: {_shown(data)}")
+        raise Failed(f"{where}: HTTP {status}: {beginning(data)}")
     if status != 200:
-        raise ServerError(f"{where}: HTTP {status}: {_shown(data)}")
+        raise ServerError(f"{where}: HTTP {status}: {beginning(data)}")
     try:
-        answer = json.loads(data)
-    except RecursionError:
-        raise ServerError(f"{where}: the answer is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ServerError(f"{where}: the answer is not UTF-8 ({error.reason} at byte {error.start})") from None
+        answer = parsed(where, data)
     except ValueError:  # some routes answer with plain text
         if page:
-            raise Failed(f"{where}: the answer must be JSON, got a page: {_shown(data)}") from None
-        return {"message": _shown(data)}
+            raise Failed(f"{where}: the answer must be JSON, got a page: {beginning(data)}") from None
+        return {"message": beginning(data)}
     if answer is None:  # others with nothing
         return {}
     if not isinstance(answer, dict):
-        raise ServerError(f"{where}: the answer must be a JSON object, got {_shown(data)}")
+        raise ServerError(f"{where}: the answer must be a JSON object, got {beginning(data)}")
     return answer
 
 
@@ -209,9 +168,9 @@ async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Calla
             try:
                 last = json.loads(data)
             except (ValueError, RecursionError):
-                raise ServerError(f"{where}: an event is not JSON: {_shown(data)}") from None
+                raise ServerError(f"{where}: an event is not JSON: {beginning(data)}") from None
             if not isinstance(last, dict):
-                raise ServerError(f"{where}: an event must be a JSON object, got {_shown(data)}")
+                raise ServerError(f"{where}: an event must be a JSON object, got {beginning(data)}")
             if "error" in last:
                 error = last["error"]
                 kind = ValueError if isinstance(error, dict) and error.get("code") == 400 else ServerError
@@ -230,11 +189,6 @@ def _is_page(data: bytes | bytearray, status: int) -> bool:
     except (ValueError, RecursionError):
         return True
     return False
-
-
-def _shown(data: bytes | bytearray) -> str:
-    """The beginning of an answer, for an error."""
-    return printable(bytes(data[:200]).decode(errors="replace"))
 
 
 def _message(data: bytes | bytearray) -> str:

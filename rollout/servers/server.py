@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import aiohttp
 
 from ..errors import ServerError
+from ..processes.http_answers import Unreached
 from . import concurrency, gauges, kinds, prefix_routing
-from .endpoint import Unreached
 from .sglang import SGLang
 from .types import Probe, Published, Reported, Staged, State
 from .vllm import VLLM

@@ -106,7 +106,7 @@ async def play(
       logged in one line.
 
     Raises:
-      ServerError: the world could not begin; the episode is retried.
+      ServerError: the world could not begin, or what it depends on failed; the episode is retried.
       ValueError: `failures.MOST` episodes in a row failed; or no such world, variable or format of calls.
     """
     variables, name = conversation.variables(row), name or world
@@ -115,12 +115,18 @@ async def play(
         failures = await shared.get(("failures", name), lambda: contextlib.nullcontext(Failures(f"environment {name}")))
         make = functools.partial(await _maker(shared, world, workers, environment), **(options or {}))
         begin_s = _begin_s(step_timeout_s, workers)
-        call = functools.partial(_called, seconds=step_timeout_s)
+
+        async def call(what: str, *asked: Any, seconds: float = step_timeout_s) -> Any:
+            try:
+                return await _called(what, *asked, seconds=seconds)
+            except ServerError as error:
+                raise ServerError(f"environment {name}: {what}: {error}; {object_path.row(row)}") from error
+
         own: Any = None
         sessions: list[Session] = []
         try:
             try:
-                own = await _called("its constructor", make, seconds=begin_s)
+                own = await call("its constructor", make, seconds=begin_s)
                 count = await call("seats", _seats, own)
                 seen = _messages("reset", await call("reset", _method(own, "reset"), row))
             except Failed as error:

@@ -12,6 +12,7 @@ import serving
 from fidelity import Policy, exact
 from playing import call, play, played
 
+from areax.adapters.environments import server
 from areax.adapters.environments.nemo_gym import World, _conversation
 from areax.recipes.shared import environments
 from areax.rollout.errors import ServerError
@@ -128,8 +129,10 @@ def test_a_row_that_the_server_does_not_take_is_a_line(counter, puzzles):
     assert math.isnan(sample.reward)
 
 
-def test_no_server_is_a_line():
-    with pytest.raises(ServerError, match="^environment nemo_gym:http://127.0.0.1:1 cannot begin: reset: ClientConn"):
+def test_no_server_is_a_line(monkeypatch):
+    monkeypatch.setattr(server, "AGAIN_S", 0.0)
+    line = "^environment nemo_gym:http://127.0.0.1:1: reset: http://127.0.0.1:1/seed_session: cannot connect"
+    with pytest.raises(ServerError, match=line):
         played("nemo_gym:http://127.0.0.1:1", Policy("x"), rows("nemo_gym:x", COUNT)[0], own={"data": ""})
 
 
@@ -198,10 +201,10 @@ def test_numbers_of_the_row_are_no_curves(counter, monkeypatch):
     """Servers may answer with the whole request."""
     row = rows(counter, COUNT)[0]
 
-    async def answer(world, path, data):
-        return json.dumps({**row, "reward": 0.5, "right": True, "words": "x"})
+    async def answer(own, method, path, data, **how):
+        return {**row, "reward": 0.5, "right": True, "words": "x"}
 
-    monkeypatch.setattr(World, "_answer", answer)
+    monkeypatch.setattr(server.Server, "json", answer)
     [sample] = played(counter, Policy("Done."), row, own={"data": ""})
     assert isinstance(row["expected_count"], int) and sample.reward == 0.5 and sample.components == {"right": 1.0}
 

@@ -9,6 +9,7 @@ import serving
 from fidelity import Policy, exact
 from playing import call, play, played
 
+from areax.adapters.environments import server
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes
 
@@ -74,10 +75,10 @@ def test_a_server_with_room_for_one_is_waited_for(caplog):
         assert "cannot begin: reset: RuntimeError" in caplog.text
 
 
-def test_no_server_is_a_line():
-    with pytest.raises(
-        ServerError, match="^environment openenv:http://127.0.0.1:1 cannot begin: reset: ClientConnector"
-    ):
+def test_no_server_is_a_line(monkeypatch):
+    monkeypatch.setattr(server, "AGAIN_S", 0.0)
+    line = "^environment openenv:http://127.0.0.1:1: reset: http://127.0.0.1:1/schema: cannot connect"
+    with pytest.raises(ServerError, match=line):
         played("openenv:http://127.0.0.1:1", Policy("x"), {"seed": 0})
 
 
