@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -35,3 +36,10 @@ def arguments(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return given if isinstance(given, dict) else None
+
+
+def is_too_long(said: str, refusal: str) -> bool:
+    """Whether an agent ended with the error `said` because the policy's prompt had become too long, which is its own
+    doing: the gateway's `refusal` says so, and is what the error repeats, with quotes and escapes of its own."""
+    bare = lambda text: re.sub(r"\W+", "", text)
+    return "context length" in refusal and bare(refusal) in bare(said)

@@ -12,17 +12,18 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import math
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...rollout import object_path
-from . import library
+from . import is_too_long, library
 
 MODEL = "areax/policy"
 MOST = 10_000  # samples and requests at the same time: the run limits its episodes
-TOO_LONG = "context length"  # what the gateway says of a prompt that is
+GRADES, WORDS = {"C", "I", "P", "N"}, {"yes", "no", "true", "false"}  # that inspect-ai reads as numbers
 NUMBERS = itertools.count(1)  # of tasks and epochs
 PLAYING: dict[int, _Playing] = {}
 SESSIONS: dict[int, str] = {}  # by epoch
@@ -55,15 +56,18 @@ class Agent:
         """{"split", "index"} of each sample."""
         return [{"split": split, "index": n} for n in range(len(_made(name, options, eval, split)[1]))]
 
-    async def run(self, row: Mapping[str, Any], base_url: str, session_id: str, admin_key: str) -> dict[str, float]:
+    async def run(
+        self, row: Mapping[str, Any], base_url: str, session_id: str, admin_key: str, refusal: Callable[[], str]
+    ) -> dict[str, float]:
         """Plays a sample.
 
         Returns:
-          Each scorer's value as a number, of which the reward is the first. A prompt that has become too long is the
-          policy's doing, and worth 0.
+          Each scorer's value as a number, of which the reward is the first. A prompt of the policy that has become too
+          long is its own doing, and worth 0.
 
         Raises:
           RuntimeError: the sample failed, or the evaluation did.
+          ValueError: a scorer gave no score.
         """
         split = row["split"]
         async with self._lock:
@@ -71,11 +75,15 @@ class Agent:
                 task, samples = await asyncio.to_thread(self._load, split)
                 self._playing[split] = _Playing(task, samples, self._roles, base_url, admin_key)
         sample = await self._playing[split].played(row["index"], session_id)
-        if sample.error and TOO_LONG in sample.error.message:
+        if sample.error and is_too_long(sample.error.message, refusal()):
             return {"reward": 0.0}
         if sample.error:
             raise RuntimeError(sample.error.message)
         values = {name: _number(name, score.value) for name, score in (sample.scores or {}).items()}
+        if len(values) < (count := self._playing[split].scorers):
+            raise ValueError(
+                f"inspect_ai: each of {count} scorers must give a score, got {', '.join(values) or 'none'}"
+            )
         return values | {"reward": next(iter(values.values()))}
 
     async def aclose(self) -> None:
@@ -130,10 +138,11 @@ class _Playing:
 
     Attributes:
       error: why it ended before that; None = it has not.
+      scorers: how many scores a sample gets.
     """
 
     def __init__(self, task: Any, samples: Sequence[Any], roles: Any, base_url: str, api_key: str):
-        inspect, self._samples = library("inspect_ai", "inspect-ai"), samples
+        inspect, self._samples, self.scorers = library("inspect_ai", "inspect-ai"), samples, len(task.scorer)
         self.error: Exception | None = None
         self.feed = _Feed(inspect.enqueue_sample)
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}  # by epoch
@@ -219,10 +228,19 @@ def _hooks() -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    """A scorer's value: a number, or a text as inspect-ai reads it, such as C = 1 and I = 0."""
-    if isinstance(value, str | int | float):
+    """A scorer's value: a number, or a text as inspect-ai reads it, such as C = 1 and I = 0. Raises ValueError for
+    another text, such as a grader's error, which inspect-ai takes for 0."""
+    text = value if isinstance(value, str) else ""
+    if isinstance(value, int | float) or text in GRADES or text.lower() in WORDS or _is_number(text):
         return library("inspect_ai.scorer", "inspect-ai").value_to_float()(value)
     raise ValueError(f"inspect_ai: the scorer {name} must give a number, or a text such as C, got {value!r:.80}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _made(

@@ -17,15 +17,14 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import library
+from . import is_too_long, library
 
 LOADING = threading.Lock()
 CLOSING_S = 10.0
 CONNECT_S = 60.0  # many episodes begin together, and openai's own 5 s are few on a busy machine
-TOO_LONG = "context length"  # what the gateway says of a prompt that is
 
 
 class Outcome(dict[str, float]):
@@ -62,13 +61,14 @@ class Agent:
         return [{"split": split, "index": n} for n in range(len(tasks))]
 
     async def run(
-        self, row: Mapping[str, Any], base_url: str, api_key: str, session_id: str, admin_key: str
-    ) -> Outcome:
+        self, row: Mapping[str, Any], base_url: str, api_key: str, session_id: str, admin_key: str,
+        refusal: Callable[[], str],
+    ) -> Outcome:  # fmt: skip
         """Plays the task of the row."""
         env, tasks = await asyncio.to_thread(self._load, row["split"])
         if _has_rubrics():
             return await _elsewhere(self._rollout(env, tasks, row, base_url, api_key))
-        return await _elsewhere(self._episode(env, tasks, row, base_url, session_id, admin_key))
+        return await _elsewhere(self._episode(env, tasks, row, base_url, session_id, admin_key, refusal))
 
     async def regroup(self, episodes: Sequence[Sequence[Any]]) -> list[Outcome | None] | None:
         """Scores the episodes of a group whose rubric compares them; those that failed stay unscorable."""
@@ -112,8 +112,9 @@ class Agent:
         return outcome
 
     async def _episode(
-        self, env: Any, tasks: Any, row: Mapping[str, Any], base_url: str, session_id: str, admin_key: str
-    ) -> Outcome:
+        self, env: Any, tasks: Any, row: Mapping[str, Any], base_url: str, session_id: str, admin_key: str,
+        refusal: Callable[[], str],
+    ) -> Outcome:  # fmt: skip
         """An episode of verifiers from 0.4 on. It keeps one client for all, with the key of the first, and sends the
         id of the trace with each request: that of the session."""
         import verifiers.v1 as vf
@@ -133,9 +134,9 @@ class Agent:
         own = await self._served.setdefault(row["split"], _Served(env)).env()
         context = vf.ModelContext("areax", client)
         episode = await own.run_episode(tasks[row["index"]], context, on_trace=on_trace)
-        failed = [error for trace in episode.traces if not trace.ok for error in trace.errors]
-        for error in (*episode.errors, *failed):
-            if not (error.type == "ProviderError" and TOO_LONG in error.message):  # that is the policy's doing
+        failed = [(trace.agent.trainable, one) for trace in episode.traces if not trace.ok for one in trace.errors]
+        for of_policy, error in (*((False, one) for one in episode.errors), *failed):
+            if not (of_policy and error.type == "ProviderError" and is_too_long(error.message, refusal())):
                 raise RuntimeError(f"{error.type}: {error.message}")
         [trace] = begun
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}

@@ -40,6 +40,7 @@ class Session:
       id: unique, not secret.
       interactions: requests and answers so far, in the order of the answers.
       failure: the last error of a generation server, which the agent may have handled or masked.
+      refusal: why the last request was refused, as one whose prompt is longer than the context; "" = it was not.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Session:
         self.id = secrets.token_hex(8)
         self.interactions: list[Interaction] = []
         self.failure: ServerError | None = None
+        self.refusal = ""
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
         self._processor = processor
         self._style = style_for(tokenizer, style)
@@ -228,6 +230,10 @@ class Session:
         except ServerError as error:
             self.failure = error
             raise
+        except ValueError as error:
+            self.refusal = str(error)
+            raise
+        self.refusal = ""
         end = ends(x.completion.tokens) if ends else None
         if end is not None:
             x.completion, x.closed = _first(x.completion, end), False

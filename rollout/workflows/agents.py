@@ -84,9 +84,9 @@ async def played(
     sampling: Sampling,
     options: Options = Options(),
 ) -> AsyncIterator[Workflow]:
-    """Yields a workflow whose episodes are `await run(row, base_url=, api_key=, session_id=, admin_key=)`, and serves
-    the gateway they use. The admin key, with the session's id in the header X-Session-ID, is for clients of many
-    episodes.
+    """Yields a workflow whose episodes are `await run(row, base_url=, api_key=, session_id=, admin_key=, refusal=)`,
+    and serves the gateway they use. The admin key, with the session's id in the header X-Session-ID, is for clients of
+    many episodes; `refusal()` is the session's.
 
     `run` returns the reward: a number or a dict of named components, for the last interaction; or a dict of numbers by
     interaction id (the ids in the API's answers); or None: then `reward` scores the last answer, unless the agent sent
@@ -107,7 +107,7 @@ async def played(
             key, result = gateway.open(session), None
             try:
                 own = copy.deepcopy(dict(row))  # the reward must not see what the agent writes into it
-                named = dict(api_key=key, session_id=session.id, admin_key=admin_key)
+                named = dict(api_key=key, session_id=session.id, admin_key=admin_key, refusal=lambda: session.refusal)
                 result = await _within(options.timeout_s, run(own, base_url=f"{gateway.url}/v1", **named))
                 await settle(session, result, reward, row)
                 failures.clear()
@@ -236,7 +236,7 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
         raise ValueError("exec: must be followed by a command, got nothing")
     environ = passed(names, "--agent.environment")
 
-    async def run(row: Mapping[str, Any], *, base_url: str, api_key: str, session_id: str = "", **_: str) -> Any:
+    async def run(row: Mapping[str, Any], *, base_url: str, api_key: str, session_id: str = "", **_: Any) -> Any:
         mark = secrets.token_hex(8)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(

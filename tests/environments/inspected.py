@@ -69,6 +69,25 @@ def broken():
     return solve
 
 
+@solver
+def long():
+    async def solve(state, generate):
+        await generate(state)
+        raise RuntimeError("the page exceeds the browser's context length")
+
+    return solve
+
+
+@scorer(metrics=[accuracy()])
+def saying(what):
+    async def score(state, target):
+        if what == "too long":
+            raise RuntimeError("http://judge: HTTP 400: this model's maximum context length is 8192 tokens")
+        return None if what == "none" else Score(value=what)
+
+    return score
+
+
 @modelapi(name="kind")
 class Grader(ModelAPI):
     """A grader that is always content."""
@@ -90,7 +109,13 @@ def hangs():
 
 
 @task
+def says(what, second=None):
+    scorers = [saying(what), *([] if second is None else [size()])]
+    return Task(dataset=samples(), solver=generate(), scorer=scorers)
+
+
+@task
 def wrong(kind):
-    solvers = {"solver": broken(), "hangs": hangs()}
+    solvers = {"solver": broken(), "hangs": hangs(), "long": long()}
     scorers = {"graded": model_graded_qa(), "several": several(), "none": None}
     return Task(dataset=samples(), solver=solvers.get(kind, generate()), scorer=scorers.get(kind, match()))

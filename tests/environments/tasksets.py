@@ -33,6 +33,8 @@ class SumTask(vf.Task[Data]):
     async def right(self, trace: vf.Trace) -> float:
         if self.data.name == "unscored":
             raise KeyError("answer")
+        if self.data.name == "judged":
+            raise vf.ProviderError("this model's maximum context length is 8192 tokens", status_code=400)
         return float((trace.nodes[-1].message.content or "").strip() == self.data.answer)
 
     @vf.metric
@@ -44,12 +46,13 @@ class SumConfig(vf.TasksetConfig):
     first: int = 0
     endless: bool = False
     broken: bool = False
+    judged: bool = False
 
 
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     def load(self):
         self.INFINITE = self.config.endless
-        name = "unscored" if self.config.broken else None
+        name = "unscored" if self.config.broken else "judged" if self.config.judged else None
         n = self.config.first
         while self.config.endless or n < self.config.first + 3:
             yield SumTask(Data(prompt=f"What is {n} + 1?", answer=str(n + 1), name=name), self.config.task)

@@ -100,6 +100,7 @@ def test_agents_play_at_the_same_time_as_a_run_and_its_evaluation_do():
     "kind, line",
     [
         ("solver", "Agent failed: RuntimeError: RuntimeError('no such machine'); row {'split': 'train', 'index': 2}"),
+        ("long", 'Agent failed: RuntimeError: RuntimeError("the page exceeds the browser\'s context length")'),
         ("graded", "got 'none: a scorer needs a model of its own, by model_roles in --env-options'"),
         ("several", "the scorer several must give a number, or a text such as C, got {'a': 1, 'b': 0}"),
     ],
@@ -108,6 +109,29 @@ def test_a_task_that_fails_costs_its_episode(kind, line, caplog):
     policy = Policy("3")
     [sample] = samples = acted("inspect_ai:inspected:wrong", policy, ROW, kind=kind)
     assert exact(policy, samples) and math.isnan(sample.reward) and line in caplog.text
+
+
+@pytest.mark.parametrize(
+    "what, second, line",
+    [
+        ("too long", None, "RuntimeError: RuntimeError(\"http://judge: HTTP 400: this model's maximum context length"),
+        ("503 Service Unavailable", None, "the scorer saying must give a number, or a text such as C, got '503 Serv"),
+        ("c", None, "the scorer saying must give a number, or a text such as C, got 'c'"),
+        ("", None, "the scorer saying must give a number, or a text such as C, got ''"),
+        ("nan", None, "the scorer saying must give a number, or a text such as C, got 'nan'"),
+        ("none", None, "ValueError: inspect_ai: each of 1 scorers must give a score, got none"),
+        ("none", True, "ValueError: inspect_ai: each of 2 scorers must give a score, got size"),
+    ],
+)
+def test_a_grader_that_fails_is_no_reward(what, second, line, caplog):
+    [sample] = acted("inspect_ai:inspected:says", Policy("3"), ROW, what=what, second=second)
+    assert math.isnan(sample.reward) and line in caplog.text and "row {'split': 'train', 'index': 2}" in caplog.text
+
+
+@pytest.mark.parametrize("what, reward", [("C", 1.0), ("I", 0.0), ("P", 0.5), ("N", 0.0), ("Yes", 1.0), ("0.25", 0.25)])
+def test_texts_of_inspect_are_scores(what, reward):
+    [sample] = acted("inspect_ai:inspected:says", Policy("3"), ROW, what=what)
+    assert sample.reward == reward
 
 
 def test_a_scorer_has_a_model_of_its_own():

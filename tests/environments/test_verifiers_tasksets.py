@@ -89,6 +89,7 @@ def counted(made, function):
     "options, line",
     [
         ({"taskset": {"broken": True}}, "RuntimeError: TaskError: task SumTask scoring: KeyError: 'answer'"),
+        ({"taskset": {"judged": True}}, "RuntimeError: ProviderError: this model's maximum context length is 8192"),
         ({"agent": {"harness": {"id": "tasksets", "program": "raise KeyError"}}}, "HarnessError: harness"),
         ({"id": "seats", "trained": ["first"], "again": True, "second": RIVAL}, "first must be run once in an episode"),
     ],
