@@ -9,7 +9,6 @@ import socket
 import struct
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import job_program
@@ -22,7 +21,7 @@ import tiny
 from areax.adapters import cli, hf, safetensors
 from areax.adapters.tracking import run_dir
 from areax.core import losses
-from areax.parallel.multihost import agreement, liveness, lockstep, processes
+from areax.parallel.multihost import agreement, liveness, lockstep, meeting, processes
 from areax.recipes import sft
 from areax.rollout.tasks import arithmetic
 
@@ -315,26 +314,128 @@ def test_processes_fail_together_once_each_has_saved(place):
     assert "no such row" in (folder / "1.log").read_text() and "Traceback" not in (folder / "0.log").read_text()
 
 
-def test_foreign_connections_do_not_disturb_liveness_checks(monkeypatch):
+# -- the meeting, without JAX ----------------------------------------------------------------------
+
+
+def meetings(address, *numbers, count=2):
+    """Processes, all in this one, that meet in threads of their own: (Meeting, Later) of each."""
+    made = [meeting.Meeting(address, meeting.here(i, count)) for i in numbers]
+    return [(one, servers.Later(one.attend)) for one in made]
+
+
+def watched(pairs):
+    """The Watch of each, once all have met."""
+    return [liveness.Watch(one, attending.result(20).links) for one, attending in pairs]
+
+
+def end(watches):
+    for done in [servers.Later(watch.goodbye) for watch in watches]:
+        done.result(20)
+
+
+@pytest.fixture
+def address():
+    return f"127.0.0.1:{servers.free_port()}"
+
+
+def test_foreign_connections_do_not_disturb_a_job(address, monkeypatch):
     """One is silent, one resets its connection, one says something else."""
-    store = {}
-    client = types.SimpleNamespace(key_value_set=store.__setitem__)
-    monkeypatch.setattr(liveness, "global_state", types.SimpleNamespace(client=client))
-    monkeypatch.setattr(liveness, "GREETING_S", 0.2)
-    first = liveness.Watch(0, 2)
-    port, token, _ = store[liveness.KEY].split(" ", 2)
-    connect = lambda: socket.create_connection(("127.0.0.1", int(port)))
+    monkeypatch.setattr(meeting, "GREETING_S", 0.2)
+    [(first, gathering)] = meetings(address, 0)
+    jobs.until(lambda: "process 1" in first.waits, 20)
+    connect = lambda: socket.create_connection(("127.0.0.1", int(address.split(":")[1])))
     with contextlib.ExitStack() as stack:
         silent, gone, other = (stack.enter_context(contextlib.closing(connect())) for _ in range(3))
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         gone.close()  # by a reset
         other.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        member = stack.enter_context(contextlib.closing(connect()))
-        member.sendall(f"{token} 1 process 1 of 2\n".encode())
-        jobs.until(lambda: 1 in first._connections, 20)
-        first.goodbye()
-        assert member.recv(10) == b"bye\n"
-        stack.enter_context(first._connections[1])  # in a process of its own the end closes it
+        met = watched([(first, gathering), *meetings(address, 1)])
+        stack.enter_context(contextlib.closing(connect())).sendall(b"." * 9000)
+        end(met)
+    assert gathering.result().here == "127.0.0.1"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_number_given_twice_ends_both_at_once(address, number):
+    pair = meetings(address, 0, 1, count=3)
+    jobs.until(lambda: pair[0][0].waits.endswith("for process 2 to start"), 20)
+    wanted = rf"each needs a number of its own, got {number} twice: from pid \d+ on \S+ and from pid \d+ on \S+; number"
+    for _, attending in [*pair, *meetings(address, number, count=3)]:
+        with pytest.raises(ValueError, match=wanted):
+            attending.result(20)
+
+
+def test_one_too_many_is_refused_and_the_job_goes_on(address):
+    met = watched(meetings(address, 0, 1))
+    for number, count, words in (
+        (1, 2, "got 1 twice"),
+        (0, 2, "got 0 twice"),
+        (1, 3, "got 3 from pid .* and 2 from pid"),
+    ):
+        [(_, late)] = meetings(address, number, count=count)
+        with pytest.raises(ValueError, match=words):
+            late.result(20)
+    end(met)
+
+
+def test_a_process_that_ends_before_all_are_there_may_come_again(address):
+    [(first, gathering)] = meetings(address, 0, count=3)
+    jobs.until(lambda: "processes 1 and 2" in first.waits, 20)
+    with contextlib.closing(socket.create_connection(("127.0.0.1", int(address.split(":")[1])))) as gone:
+        gone.sendall(meeting._greeting(meeting.here(1, 3)))
+        jobs.until(lambda: first.waits.endswith("for process 2 to start"), 20)
+    end(watched([(first, gathering), *meetings(address, 1, 2, count=3)]))
+
+
+def test_who_does_not_come_is_named(address, monkeypatch):
+    monkeypatch.setattr(meeting, "START_S", 1)
+    pair = meetings(address, 0, 2, count=4)
+    for _, attending in pair:
+        with pytest.raises(ValueError, match="within 1 s, got no processes 1 and 3 at 127.0.0.1:"):
+            attending.result(20)
+    [(_, alone)] = meetings(address, 1, count=4)
+    with pytest.raises(ValueError, match=r"process 1 of 4 \(pid .*\) must reach process 0 at 127.*: .*refused; is"):
+        alone.result(20)
+
+
+WATCHED = """
+import sys, time
+from areax.parallel.multihost import liveness, meeting
+liveness.BEAT_S, meeting.SILENT_S = 0.5, 5
+one = meeting.Meeting(sys.argv[1], meeting.here(int(sys.argv[2]), 2))
+watch = liveness.Watch(one, one.attend().links)
+end = time.monotonic() + 6
+while time.monotonic() < end:
+    pass  # is busy, for longer than it may be silent
+print("busy no more", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt as error:
+    watch.leave(error)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stands_still_is_named_and_one_that_is_busy_is_not(address, victim, tmp_path):
+    environ = {**os.environ, **jobs.settings(1)}
+    with contextlib.ExitStack() as stack:
+        running = []
+        for i in range(2):
+            log = stack.enter_context(open(tmp_path / str(i), "w"))
+            command = [sys.executable, "-c", WATCHED, address, str(i)]
+            running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environ))
+        stack.callback(jobs.end, running)
+        said = lambda i: (tmp_path / str(i)).read_text()
+        jobs.until(lambda: any(process.poll() for process in running) or all("busy no more" in said(i) for i in (0, 1)))
+        assert [process.poll() for process in running] == [None, None], (said(0), said(1))
+        running[victim].send_signal(signal.SIGSTOP)
+        assert running[1 - victim].wait(60) == liveness.LOST
+        running[victim].send_signal(signal.SIGCONT)  # finds that it is too late
+        assert running[victim].wait(60) == liveness.LOST
+    assert f"process {victim} of 2 (pid {running[victim].pid} on " in said(1 - victim), said(1 - victim)
+    assert "stands still" in said(1 - victim), said(1 - victim)
 
 
 @pytest.mark.long

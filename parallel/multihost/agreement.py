@@ -20,7 +20,7 @@ import xxhash
 from jax._src.distributed import global_state  # its key-value store has no public API
 from jax.experimental import multihost_utils
 
-from .liveness import START_S
+from .meeting import START_S
 
 KEY = "areax/software"
 SETTINGS = "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"  # what results depend on

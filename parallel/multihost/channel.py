@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src.distributed import global_state  # its key-value store has no public API
 
-from .liveness import GREETING_S, START_S, listen
+from .meeting import GREETING_S, START_S, listen
 
 KEY = "areax/channel"
 Share = Callable[[bytes], bytes]

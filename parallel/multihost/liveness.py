@@ -1,32 +1,30 @@
 """Failure detection: each process holds a TCP connection to process 0, which the OS closes however the process ends.
 
-JAX's coordination service notices a dead process only after missed heartbeats and then aborts the others; collectives
-over TCP fail earlier, without naming the culprit; those on GPUs hang forever. A connection that closes without a
-goodbye identifies the failed process immediately.
+Over it both sides send a line every few seconds. A process that sends none stands still, or its host is gone. JAX's
+coordination service would notice that, too, and abort the others, with the stacks of C++; collectives over TCP fail
+early, without naming the culprit, or hang like those on GPUs.
 """
 
+import contextlib
 import os
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn, TextIO
-
-from jax._src.distributed import global_state  # its key-value store has no public API
+from typing import NoReturn
 
 from ...core import origin
+from . import meeting
+from .meeting import Link
 
 LOST = 3  # exit code of a process that ends because another process failed
 GRACE_S = 25.0  # for process 0 to clean up: servers, folders
-START_S = 300  # for all processes to start
 LATE_S = 2  # a collective may fail this long before its peer's failure is detected
-GREETING_S = 5  # for a connected process to identify itself
-LINE = 1 << 12  # characters of a greeting: an unknown client may send no end of them
-BYE = "bye"
-KEY = "areax/watch"
+BEAT_S = 5.0
+BEAT, BYE = ".", "bye"
+KILLED = "it was killed, or its host"
 
 lost = threading.Event()  # a process of this job has ended: collectives are no longer possible
 
@@ -36,33 +34,22 @@ class FailedElsewhere(ValueError):
 
 
 class Watch:
-    """This process's connections: process 0 accepts those of all others."""
+    """This process's connections: those of process 0 to all others, or one to process 0.
 
-    def __init__(self, index: int, count: int):
-        self.index, self.count = index, count
-        self.name = f"process {index} of {count} (pid {os.getpid()} on {socket.gethostname()})"
-        self._leaving = False
-        self._first_left = threading.Event()
-        self._all_here = threading.Event()  # set in process 0
-        self._connections: dict[int, socket.socket] = {}
+    Over each, both sides send a line every BEAT_S seconds: a process that stands still sends none.
+    """
+
+    def __init__(self, met: meeting.Meeting, links: list[Link]):
+        self.index, self.name = met.me.index, str(met.me)
+        self._meeting, self._links = met, links
+        self._leaving = False  # set by `goodbye`
+        self._left = [threading.Event() for _ in links]
         self._once = threading.Lock()
-        store: Any = global_state.client
-        if index == 0:
-            token, server = secrets.token_hex(8), listen()
-            store.key_value_set(KEY, f"{server.getsockname()[1]} {token} {self.name}")
-            threading.Thread(target=self._accept, args=(server, token), daemon=True).start()
-        else:
-            port, token, first = store.blocking_key_value_get(KEY, START_S * 1000).split(" ", 2)
-            host = str(global_state.coordinator_address).rpartition(":")[0].strip("[]")
-            try:
-                to_first = socket.create_connection((host, int(port)), timeout=START_S)
-            except OSError as error:
-                print(f"{self.name}: cannot reach process 0 at {host}:{port}: {error}", file=sys.stderr, flush=True)
-                os._exit(1)  # a normal exit would wait for the others; process 0 notices the missing heartbeats
-            to_first.settimeout(None)
-            to_first.sendall(f"{token} {index} {self.name}\n".encode())
-            self._connections[0] = to_first
-            threading.Thread(target=self._read, args=(_lines(to_first), first), daemon=True).start()
+        if self.index == 0:
+            threading.Thread(target=met.refuse_late, daemon=True).start()
+        for link, left in zip(links, self._left, strict=True):
+            threading.Thread(target=self._read, args=(link, left), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def leave(self, error: BaseException) -> NoReturn:
         """Reports an error and exits; exits with LOST, silently, if the error is due to another process's end."""
@@ -95,49 +82,42 @@ class Watch:
         os._exit(code)
 
     def goodbye(self) -> None:
-        """Announces that this process is done. Others wait for process 0, which may still be writing files."""
-        if self.index == 0:
-            self._all_here.wait(START_S)
-            self._leaving = True
+        """Announces that this process is done. Process 0 may still be writing files: the others wait for it, and it for
+        them."""
+        self._leaving = True
         self._broadcast(BYE)
-        if self.index:
-            self._first_left.wait()
+        for left in self._left:
+            left.wait()
+        self._meeting.close()
+        for link in self._links:
+            with contextlib.suppress(OSError):  # closed by the other side
+                link.socket.shutdown(socket.SHUT_RDWR)
 
     def _broadcast(self, line: str) -> None:
-        for connection in list(self._connections.values()):
-            try:
-                connection.sendall(f"{line}\n".encode())
-            except OSError:
-                continue  # it has ended too; its reader thread handles that
+        for link in self._links:
+            link.send(line)
 
-    def _accept(self, server: socket.socket, token: str) -> None:
-        with server:
-            while len(self._connections) < self.count - 1:
-                connection, _ = server.accept()
-                connection.settimeout(GREETING_S)  # an unknown client may send nothing
-                lines = _lines(connection)
-                try:
-                    greeting = lines.readline(LINE)
-                except OSError:
-                    greeting = ""
-                word, index, name = (*greeting.strip().split(" ", 2), "", "", "")[:3]
-                if word != token:  # not a process of this job
-                    connection.close()
-                    continue
-                connection.settimeout(None)
-                self._connections[int(index)] = connection
-                threading.Thread(target=self._read, args=(lines, name), daemon=True).start()
-            self._all_here.set()
+    def _beat(self) -> None:
+        while not all(left.is_set() for left in self._left):
+            self._broadcast(BEAT)
+            time.sleep(BEAT_S)
 
-    def _read(self, lines: TextIO, name: str) -> None:
+    def _read(self, link: Link, left: threading.Event) -> None:
+        silent = ""
         try:
-            line = lines.readline().strip()
+            while (line := link.lines.readline().strip()) in (BEAT, BYE):
+                if line == BYE:
+                    left.set()
+        except TimeoutError:
+            line, silent = "", _silence(link.socket)
         except OSError:  # connection reset: also ended
             line = ""
-        if line == BYE:
-            self._first_left.set()
-        elif not self._leaving:
-            self._end(line if line.startswith("process ") else f"{name} ended: {line or 'it was killed, or its host'}")
+        if self._leaving and left.is_set():
+            link.close()
+            return
+        if silent:
+            line = f"{link.member} {silent}"
+        self._end(line if line.startswith("process ") else f"{link.member} ended: {line or KILLED}")
 
     def _end(self, line: str) -> None:
         if not self._once.acquire(blocking=False):
@@ -145,20 +125,18 @@ class Watch:
         sys.stderr.write(f"{line}; ending {self.name}\n")  # in one piece: what JAX logs meanwhile is on other lines
         sys.stderr.flush()
         lost.set()
+        self._meeting.close()
         if self.index:
             os._exit(LOST)
         self._broadcast(line)
-        os.kill(os.getpid(), signal.SIGINT)  # makes the main thread clean up and exit
+        # The main thread cleans up and exits. A signal to the process may go to another thread, and not wake it.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(GRACE_S)
         os._exit(LOST)
 
 
-def _lines(connection: socket.socket) -> TextIO:
-    return connection.makefile(encoding="utf-8", errors="replace")
-
-
-def listen() -> socket.socket:
-    """A server on any free port of this host."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def _silence(connection: socket.socket) -> str:
+    """What a process that sends nothing does: Linux knows whether its host acknowledges what it is sent."""
+    if sys.platform == "linux" and connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2]:  # retransmissions
+        return f"cannot be reached: its host, or the network to it, has been silent for {meeting.SILENT_S} s"
+    return f"stands still: stopped, or frozen with its host, it has been silent for {meeting.SILENT_S} s"

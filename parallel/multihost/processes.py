@@ -17,21 +17,28 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 import jax
 import numpy as np
+from jax._src import clusters, xla_bridge  # what JAX detects, and where gloo listens, have no public API
+from jax._src.distributed import global_state
+from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 
-from . import agreement, liveness
+from . import agreement, liveness, meeting, service
 
 COORDINATOR, COUNT, INDEX = "AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS"
 _others: liveness.Watch | None = None  # of this process's job
 LATE_S = 10  # for all processes to start, before each says that it waits
-HEARTBEAT_S = 30  # JAX ends the job if a process sends no heartbeat for this long: host or network down
+HEARTBEAT_S = 24 * 3600  # of JAX, which ends the job with stacks of C++; `liveness` finds a silent process sooner
+COLLECTIVES = "jax_cpu_collectives_implementation"
+PORTS_S = 30  # for JAX's service to start listening
 
 
 def found(environ: Mapping[str, str] = os.environ) -> dict | None:
@@ -91,37 +98,86 @@ def job() -> Iterator[int]:
     if wanted is None:
         yield jax.process_index()
         return
-    try:
-        with _waiting(wanted):
-            jax.distributed.initialize(**wanted, heartbeat_timeout_seconds=HEARTBEAT_S)
-    except ValueError as error:
-        raise ValueError(f"processes: JAX detects no cluster to join ({error}); set {COORDINATOR} etc.") from error
-    if threading.current_thread() is threading.main_thread():  # undo JAX's SIGTERM handler
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-    index, count = jax.process_index(), jax.process_count()
+    place = wanted or _detected()
+    gathering = meeting.Meeting(place["coordinator_address"], meeting.here(place["process_id"], place["num_processes"]))
+    with _waiting(gathering):
+        met = gathering.attend()
     global _others
-    _others = others = liveness.Watch(index, count)
+    _others = others = liveness.Watch(gathering, met.links)
     try:
+        running = _initialize(place, met)
         agreement.same_software()
-        yield index
+        yield jax.process_index()
     except BaseException as error:  # always: JAX must not wait at exit for processes that wait for this one
         if not isinstance(error, SystemExit) or error.code:
             others.leave(error)
-        _disconnect(others)
+        _disconnect(others, running)
         raise
-    _disconnect(others)
+    _disconnect(others, running)
+
+
+def _detected() -> dict:
+    """`found` where JAX detects the cluster."""
+    named = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    chosen = [int(number) for number in named.split(",")] if named else None
+    address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, chosen, None, meeting.START_S
+    )
+    if address is None or count is None or index is None:
+        raise ValueError(f"processes: JAX detects no cluster to join; set {COORDINATOR} etc.")
+    plain = {"num_processes": count, "process_id": index, "cluster_detection_method": "deactivate"}
+    return {"coordinator_address": address, "local_device_ids": devices, **plain}
+
+
+def _initialize(place: Mapping, met: meeting.Met) -> subprocess.Popen | None:
+    """Connects JAX to its service, which process 0 starts and returns, and has gloo listen where others reach this
+    host: by default it takes what the hostname resolves to, which is 127.0.1.1 on Debian, or one of several addresses.
+    """
+    anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    port, running = met.address.rpartition(":")[2], None
+    if place["process_id"] == 0:
+        running = service.start(f"{anywhere}:{port}", place["num_processes"], HEARTBEAT_S)
+    _reach(met.address)
+    with meeting.listen() as free:  # for the service that JAX starts itself in process 0, which nobody uses
+        unused = f"127.0.0.1:{free.getsockname()[1]}"
+    jax.distributed.initialize(
+        **{**place, "coordinator_address": met.address}, heartbeat_timeout_seconds=HEARTBEAT_S,
+        coordinator_bind_address=unused,
+    )  # fmt: skip
+    if threading.current_thread() is threading.main_thread():  # undo JAX's SIGTERM handler
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+    def cpu():
+        gloo = _jax.make_gloo_tcp_collectives(global_state.client, hostname=met.here)
+        return xla_bridge.make_cpu_client(gloo)
+
+    if getattr(jax.config, COLLECTIVES) == "gloo":
+        xla_bridge.register_backend_factory("cpu", cpu, priority=0, fail_quietly=False)
+    return running
+
+
+def _reach(address: str) -> None:
+    """Waits until JAX's service listens; JAX itself would end the process with stacks of C++."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + PORTS_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=meeting.CONNECT_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"processes: hosts must reach each other on all ports, this one reaches process 0 at its "
+                    f"coordinator's port, but not at {address} ({error}); open the firewall between the hosts"
+                ) from error
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
-def _waiting(wanted: Mapping) -> Iterator[None]:
-    """Prints a line if the block, in which this process joins the job, takes longer than LATE_S."""
-    name = f"process {wanted['process_id']} of {wanted['num_processes']}" if wanted else "a process"
-    where = wanted.get("coordinator_address", "the address that JAX detected")
-    line = (
-        f"{name} (pid {os.getpid()} on {socket.gethostname()}) waits at {where} for all to start, up to "
-        f"{liveness.START_S} s; one that prints no such line is missing, or cannot reach that address"
-    )
-    timer = threading.Timer(LATE_S, lambda: print(line, file=sys.stderr, flush=True))
+def _waiting(gathering: meeting.Meeting) -> Iterator[None]:
+    """Prints a line if the block, in which this process meets the others, takes longer than LATE_S."""
+    line = lambda: f"{gathering.me} {gathering.waits}, up to {meeting.START_S} s"
+    timer = threading.Timer(LATE_S, lambda: print(line(), file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
@@ -136,9 +192,11 @@ def leave(error: BaseException) -> NoReturn:
     _others.leave(error)
 
 
-def _disconnect(others: liveness.Watch) -> None:
+def _disconnect(others: liveness.Watch, running: subprocess.Popen | None) -> None:
     others.goodbye()
     jax.distributed.shutdown()
+    if running:
+        service.stop(running)
 
 
 def anyone(*flags: bool) -> list[bool]:
