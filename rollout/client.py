@@ -17,7 +17,7 @@ from .fleet.fleet import Fleet as Fleet
 from .fleet.fleet import Restart
 from .fleet.timeouts import TIMEOUTS
 from .fleet.timeouts import Timeouts as Timeouts
-from .processes import http_process, keys
+from .processes import addresses, http_process, keys
 from .servers.endpoint import Endpoint, Missing
 from .servers.server import Handover, Server
 from .servers.server import connect as connect_server
@@ -78,9 +78,9 @@ async def connect(
         members.check(entry, "connect")
     for url in stagers:
         keys.check_address(url, "connect")
-    fixed = [entry.rstrip("/") for entry in entries if not members.is_list(entry)]
+    fixed = [addresses.plain(entry) for entry in entries if not members.is_list(entry)]
     named = [entry for entry in entries if members.is_list(entry)]
-    if not entries or len(set(fixed)) + len(set(named)) != len(entries):
+    if not entries or len({*map(addresses.identity, fixed)}) + len({*named}) != len(entries):
         raise ValueError(f"connect: urls must name one or more different servers, got {entries}")
     if stagers and len(stagers) != len(entries):
         raise ValueError(

@@ -13,6 +13,7 @@ from gateways import TOKENS
 
 from areax.adapters.environments import openreward, server
 from areax.rollout.errors import ServerError
+from areax.rollout.rewards.signatures import reported
 from areax.rollout.workflows import environments
 
 WORLD = "areax.adapters.environments.{}:World"
@@ -317,3 +318,11 @@ def test_rows_follow_no_redirect_and_read_no_more_than_they_may(answer, line, mo
 
     with pytest.raises(ValueError, match=rf"^openreward: http://.*: no tasks of the split train: {line}"):
         asyncio.run(run())
+
+
+def test_numbers_beside_the_reward_that_are_no_parts_are_left_out_and_a_wrong_reward_names_who_gave_it():
+    said = {"reward": 1.0, "created_at_ns": 1764465600000000000, "turns": 3, "late": math.inf}
+    assert reported(said, "http://a/verify") == {"turns": 3.0, "reward": 1.0}
+    for wrong in ({"reward": 1e30}, {"reward": 10**400}, {"reward": 1.0, **{str(i): 1 for i in range(10**4)}}):
+        with pytest.raises(ValueError, match="^http://a/verify"):
+            reported(wrong, "http://a/verify")

@@ -29,7 +29,7 @@ from areax.rollout.servers.types import Probe
 from areax.rollout.weights import tensors
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST = 8  # functions of ours from the loop to an HTTP request
+MOST = 10  # functions of ours from the loop to an HTTP request
 ABOVE = contextvars.ContextVar("functions of ours that started the task", default=())
 
 

@@ -878,6 +878,23 @@ def test_a_missing_or_wrong_key_is_reported_at_once(monkeypatch):
     run(main)
 
 
+def test_a_prompt_whose_reading_another_program_aborts_is_read_again():
+    aborted = reply([0], [-1.0], [V0], "abort") | {"output_ids": [0]}
+    whole = reply([], [], [], "length")
+    whole["meta_info"]["input_token_logprobs"] = [[None, 1, None], [-1.0, 2, None]]
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script += [answers(200, aborted), answers(200, whole)]
+            _, part = await fleet.read([1, 2])
+            assert [row[1] for row in part.inputs] == [1, 2]
+            a.script += [answers(200, aborted)] * 3
+            with pytest.raises(ServerError, match="aborted 3 requests to read a prompt; is another run, or program"):
+                await fleet.read([1, 2])
+
+    run(main)
+
+
 def test_addresses_with_passwords_are_refused():
     async def main():
         async with serving() as a:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_requests_and_pushes_wait_while_there_is_no_server(tmp_path, caplog):
                 await until(lambda: not fleet.servers)
                 asked = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
                 pushed = asyncio.create_task(push_weights(fleet, tmp_path, V2))
-                await until(lambda: "1 requests wait" in caplog.text)
+                await until(lambda: "1 requests and a push wait" in caplog.text)
                 assert fleet.version == 1 and not asked.done() and not pushed.done()
                 listing(file, b)
                 done = await asked
@@ -109,6 +110,58 @@ def test_a_run_starts_once_the_first_listed_server_answers(tmp_path, caplog):
     async def connected(entry):
         async with client.connect([entry], ready_s=0.2) as fleet:
             return urls(fleet)
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["pipe", "endless", "folder"])
+def test_what_is_no_file_any_more_changes_nothing_and_is_named(tmp_path, caplog, how):
+    file = tmp_path / "servers"
+
+    async def main():
+        async with serving() as a, serving() as b:
+            listing(file, a)
+            async with client.connect([f"@{file}"]) as fleet:
+                file.unlink()
+                {"pipe": os.mkfifo, "endless": lambda x: x.symlink_to("/dev/zero"), "folder": os.mkdir}[how](file)
+                await until(lambda: "keeps the servers that it had" in caplog.text and "regular file" in caplog.text)
+                file.rmdir() if how == "folder" else file.unlink()
+                listing(file, b)
+                await until(lambda: urls(fleet) == [b.url])
+
+    run(main)
+
+
+def test_one_server_in_several_spellings_is_one(tmp_path, caplog):
+    file = tmp_path / "servers"
+
+    async def main():
+        async with serving() as a:
+            other = a.url.replace("127.0.0.1", "localhost")
+            file.write_text(f"\ufeff{other}/\n{a.url}\n{a.url.replace('http', 'HTTP')}/.\n", encoding="utf-8")
+            async with client.connect([f"@{file}"]) as fleet:
+                assert len(fleet.servers) == 1
+                with pytest.raises(ValueError, match="is in the fleet already"):
+                    await fleet.join(other)
+            with pytest.raises(ValueError, match="one or more different servers"):
+                async with client.connect([a.url, other]):
+                    pass
+            async with client.connect([other, f"@{file}"]) as fleet:
+                await asyncio.sleep(0.1)
+                assert len(fleet.servers) == 1
+
+    run(main)
+
+
+def test_a_push_without_a_server_ends_and_says_why(tmp_path):
+    async def main():
+        async with serving() as a:
+            listing(tmp_path / "servers", a)
+            async with client.connect([f"@{tmp_path}/servers"], timeout_s=1.0) as fleet:
+                listing(tmp_path / "servers")
+                await until(lambda: not fleet.servers)
+                with pytest.raises(ServerError, match="push: no server to push to in 1 s"):
+                    await push_weights(fleet, tmp_path, V1)
 
     run(main)
 
@@ -170,6 +223,10 @@ def test_a_name_that_resolves_no_longer_keeps_its_servers(caplog):
     run(main)
 
 
+def address(server):
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -191,7 +248,10 @@ def test_servers_register_and_leave_with_a_key(monkeypatch):
             async with client.connect([a.url, f"join+{at}"]) as fleet:
                 for key in ("", "secre"):
                     assert (await ask("POST", {"url": b.url}, key))[0] == 401
-                for body in ({}, {"url": 1}, {"url": b.url, "for_s": 0}, {"url": b.url, "fast": True}, {"url": "@x"}):
+                for body in (
+                    {}, {"url": 1}, {"url": b.url, "for_s": 0}, {"url": b.url, "for_s": 10**400}, {"url": "@x"},
+                    {"url": b.url, "fast": True}, {"url": "http://a..b:1"}, {"url": "http://127.0.0.1:1/\n"},
+                ):  # fmt: skip
                     assert (await ask("POST", body))[0] == 400, body
                 assert await ask("POST", {"url": b.url}) == (200, {"servers": [{"url": b.url, "stager": ""}]})
                 await until(lambda: urls(fleet) == sorted([a.url, b.url]))
@@ -220,9 +280,42 @@ def test_a_server_registers_itself_before_the_run_starts_or_after_and_leaves(mon
                     await until(lambda: urls(fleet) == [b.url])
 
     run(main)
-    for address, why in (("10.0.0.1:9000", "must be the address of a run"), ("http://ann:x@b:1", "no user, password")):
-        with pytest.raises(ValueError, match=why), joining.joined(address, "http://a"):
+    for run_, why in (("10.0.0.1:9000", "join: must be an address such as"), ("http://ann:x@b:1", "no user, password")):
+        with pytest.raises(ValueError, match=why), joining.joined(run_, "http://a"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"HTTP/1.1 302 Found\r\nLocation: {other}/servers\r\nContent-Length: 0\r\n\r\n", "HTTP Error 302"),
+        (b"garbage\r\n\r\n", "does not take this server in: garbage"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "its answer is not that of a run"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"servers": []}', "it does not list this server"),
+    ],
+)
+def test_who_is_no_run_gets_no_key_and_is_asked_again(monkeypatch, caplog, answer, why):
+    monkeypatch.setattr(joining, "AGAIN_S", 0.05)
+    monkeypatch.setenv(keys.FLEET, "secret")
+
+    async def main():
+        asked, strayed = [], []
+
+        async def answering(reader, writer):
+            asked.append(await reader.readuntil(b"}"))
+            writer.write(answer.replace(b"{other}", there.encode()))
+            writer.close()
+
+        async with contextlib.AsyncExitStack() as stack:
+            other = await asyncio.start_server(lambda *_: strayed.append(1), "127.0.0.1", 0)
+            there = address(other)
+            own = await asyncio.start_server(answering, "127.0.0.1", 0)
+            stack.callback(other.close), stack.callback(own.close)
+            with joining.joined(address(own), "http://127.0.0.1:1"):
+                await until(lambda: len(asked) > 2)
+        assert why in caplog.text and not strayed and all(b"Bearer secret" in one for one in asked)
+
+    run(main)
 
 
 @pytest.mark.slow

@@ -4,10 +4,14 @@ import asyncio
 import contextlib
 import json
 
+import aiohttp.web
 import pytest
+import scripted
 import virtual
 
+from areax.rollout import client
 from areax.rollout.errors import ServerError
+from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.labels import read_label
 from areax.rollout.servers.server import Server
 from areax.rollout.servers.sglang import SGLang
@@ -60,6 +64,38 @@ def test_a_manifest_that_is_no_file_is_refused_before_a_push(tmp_path):
         with pytest.raises(ValueError, match="manifest.json: must be a file"):
             lora.published(tmp_path, "1-00000000")
         (tmp_path / lora.CONFIG).unlink()
+
+
+def test_a_base_whose_load_ended_half_way_is_loaded_and_proved_again(tmp_path):
+    """The server took the weights and answered with an error, as SGLang does while requests run."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/manifest.json").write_text('{"version": 0}')
+    base = read_label(tmp_path / "base/manifest.json")
+
+    def version(v):
+        (path := tmp_path / str(v)).mkdir()
+        (path / "manifest.json").write_text(json.dumps({"version": v, "base": base}))
+        (path / lora.CONFIG).write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+        return path, read_label(path / "manifest.json")
+
+    async def main():
+        async with scripted.serving("default") as a, client.connect([a.url], timeout_s=20) as fleet:
+            [server] = fleet.servers
+            await push_weights(fleet, *version(1))
+            a.label, a.source, a.adapters = "default", "/models/other", {}  # killed, and started again
+
+            async def failing(request, body):
+                del a.refuse["/update_weights_from_disk"]
+                a.label, a.source = body["weight_version"], "/models/other"
+                return aiohttp.web.json_response({"success": False, "message": "not flushed"}, status=400)
+
+            a.refuse["/update_weights_from_disk"] = failing
+            fleet.mark_suspect(server, "killed")
+            await scripted.until(lambda: server.state == "healthy")
+            assert server.weights_verified.is_set() and a.source == str(tmp_path / "base")
+            assert (await fleet.generate([1], max_new_tokens=2)).version == [1, 1]
+
+    scripted.run(main)
 
 
 def test_an_adapter_of_the_same_name_from_another_folder_is_replaced():

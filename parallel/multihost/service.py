@@ -34,7 +34,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(address: str, count: str, heartbeat_s: str) -> None:
-    from jaxlib import _jax
+    from jax._src.lib import _jax
 
     for number in (signal.SIGINT, signal.SIGTERM):  # of a scheduler, which sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)

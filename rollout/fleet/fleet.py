@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import events
 from ..errors import ServerError
-from ..processes import keys
+from ..processes import addresses
 from ..processes.http_answers import Broken, Busy, Unreached, backoff
 from ..servers import concurrency as pressure
 from ..servers import gauges, image_tokens, prefix_routing
@@ -69,6 +69,8 @@ class Fleet:
     Attributes:
       servers: all of them; those in state `healthy` take requests.
       published: the newest pushed version, which a recovering server loads.
+      waiting_push: a push waits for a server.
+      timeout_s: how long a request goes without progress, and a push without a server.
       publishing: held during a push: no server becomes healthy with another version meanwhile.
       seeded: whether all servers honour `seed`, those that join, too.
       not_offloaded: cleared while servers are offloaded (`offload.offload`); no server is recovered then.
@@ -118,9 +120,11 @@ class Fleet:
         self.not_offloaded.set()
         self.restart, self.timeouts = restart, timeouts
         self.counts: collections.Counter[str] = collections.Counter()
+        self.waiting_push = False
+        self.timeout_s = timeout_s
         self.waits = gauges.Waits()
         self._said_busy = 0.0  # when it was last said that servers are
-        self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
+        self._recover, self._concurrency = recover, concurrency
         self._experts_per_token, self._longest = experts_per_token, longest
         self._image_token, self._ends = image_token, tuple(ends)
         self._reach, self._elastic = reach, elastic
@@ -293,14 +297,14 @@ class Fleet:
     async def _in_time(self, what: str, work: Callable[[asyncio.Timeout], Awaitable], trouble: list[str]):
         """Awaits `work(limit)`, which calls `_renew(limit)` when it gets on."""
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(self.timeout_s) as limit:
                 return await work(limit)
         except TimeoutError:
             why = trouble[-1] if trouble else "still waiting or generating"
-            raise ServerError(f"{what}: not done in {self._timeout_s:g} s ({why})") from None
+            raise ServerError(f"{what}: not done in {self.timeout_s:g} s ({why})") from None
 
     def _renew(self, limit: asyncio.Timeout) -> None:
-        limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
 
     async def _generate(
         self,
@@ -604,15 +608,15 @@ class Fleet:
             the others have.
           ServerError: it does not answer, or has other weights than the rest before the first push.
         """
-        for address in (url, stager):
-            keys.check_address(address, "join")
-        url = url.rstrip("/")
+        for address in (url, *([stager] if stager else [])):
+            addresses.check(address, "join")
+        url = addresses.plain(url)
         if not self._reach:
             raise ValueError(f"join: this fleet takes no further servers, got {url}")
         if self.servers and (self.servers[0].stager is None) != (stager == ""):
             raise ValueError(f"join: a server has a stager where the others have one, got {stager!r} for {url}")
         server = await self._reach(url, stager.rstrip("/"), ready_s)
-        if any(server.url == url for server in self.servers):
+        if any(addresses.identity(server.url) == addresses.identity(url) for server in self.servers):
             raise ValueError(f"join: {url} is in the fleet already")
         if self.seeded and not server.seeded:
             raise ValueError(
@@ -630,7 +634,7 @@ class Fleet:
 
         Raises ValueError if there is no such server, or no other one and none may join.
         """
-        url = url.rstrip("/")
+        url = addresses.plain(url)
         found = [server for server in self.servers if server.url == url]
         last = all(server.state == "leaving" for server in self.servers if server.url != url)
         if not found or (last and not self._elastic):

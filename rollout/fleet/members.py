@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import stat
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import ServerError
-from ..processes import keys
+from ..processes import addresses
+from ..processes.addresses import identity
 from ..servers.server import Server
 from .fleet import Fleet
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 2.0  # between reads of a list
+LONGEST = 1 << 20  # characters of a file
+AT_A_TIME = 32  # servers that are connected to
+SHOWN = 3  # servers in a line
 SAID_S = 30.0  # between lines that say the same
 FILE, DNS, JOIN = "@", "dns+", "join+"  # with which an entry of `--servers` begins
 
@@ -60,12 +66,12 @@ def check(entry: str, what: str, *, lists: bool = True) -> None:
         if not Path(entry[1:]).is_file():
             raise ValueError(f"{what}: {entry} must name a file, which may be empty until there are servers, got none")
     elif lists and is_list(entry):
-        _check_url(entry.removeprefix(DNS).removeprefix(JOIN), what)
+        addresses.check(entry.removeprefix(DNS).removeprefix(JOIN), what)
         parts = urlsplit(entry)
         if not parts.port or parts.path.strip("/"):
             raise ValueError(f"{what}: must be {parts.scheme}://HOST:PORT, got {entry!r}")
     else:
-        _check_url(entry, what)
+        addresses.check(entry, what)
 
 
 def reader(entry: str) -> Read:
@@ -78,15 +84,21 @@ def reader(entry: str) -> Read:
 def in_file(path: Path) -> list[Member]:
     """The servers in a file; raises ValueError with the line that is none, OSError."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+        raise ValueError(f"{path} must be a regular file")
+    with open(path, encoding="utf-8-sig") as file:
+        text = file.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise ValueError(f"{path} must have at most {LONGEST:,} characters")
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         where = f"{path}, line {number}"
         if len(words) > 2:
             raise ValueError(f"{where}: must be the address of a server, and of its stager if it has one, got {line!r}")
         for word in words:
-            _check_url(word, where)
+            addresses.check(word, where)
         if words:
-            found.append(Member(*(word.rstrip("/") for word in words)))
+            found.append(Member(*map(addresses.plain, words)))
     return found
 
 
@@ -96,17 +108,6 @@ async def resolved(url: str) -> list[Member]:
     infos = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     hosts = sorted({str(place[0]) for _, _, _, _, place in infos})
     return [Member(f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}") for host in hosts]
-
-
-def _check_url(url: str, what: str) -> None:
-    keys.check_address(url, what)
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        whole = False
-    if not whole:
-        raise ValueError(f"{what}: must be an address such as http://127.0.0.1:30000, got {url!r:.200}")
 
 
 class Lists:
@@ -121,18 +122,18 @@ class Lists:
         self._said: dict[str, tuple[str, float]] = {}
 
     async def read(self, *, at_once: bool = False) -> list[Member]:
-        """All members, each address once; a list's change counts from the second time on that it is read, unless
+        """All members, each server once; a list's change counts from the second time on that it is read, unless
         `at_once`."""
         for name, read in self._readers.items():
             try:
                 now = await read()
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError) as error:  # UnicodeDecodeError is one
                 self.say(name, f"--servers {name}: keeps the servers that it had ({error})")
                 continue
             if at_once or now == self._read.get(name):
                 self._now[name] = now
             self._read[name] = now
-        return list({member.url: member for own in self._now.values() for member in own}.values())
+        return list({identity(member.url): member for own in self._now.values() for member in own}.values())
 
     def say(self, about: str, line: str) -> None:
         """Logs a line, unless it was the last one about this within SAID_S."""
@@ -152,9 +153,11 @@ async def first(
 
     Raises ValueError if all that are listed are no servers for this run, for instance as they refuse its key.
     """
+    slots = asyncio.Semaphore(AT_A_TIME)
     while True:
-        listed = [member for member in await lists.read(at_once=True) if member.url not in fixed]
-        found = await asyncio.gather(*(reach(*member) for member in listed), return_exceptions=True)
+        known = {*map(identity, fixed)}
+        listed = [member for member in await lists.read(at_once=True) if identity(member.url) not in known]
+        found = await asyncio.gather(*(_reached(reach, member, slots) for member in listed), return_exceptions=True)
         servers = [server for server in found if isinstance(server, Server)]
         if servers or enough:
             return servers
@@ -170,6 +173,11 @@ async def first(
         await asyncio.sleep(EVERY_S)
 
 
+async def _reached(reach: Callable[[str, str], Awaitable[Server]], member: Member, slots: asyncio.Semaphore) -> Server:
+    async with slots:
+        return await reach(*member)
+
+
 async def follow(fleet: Fleet, lists: Lists, fixed: Collection[str]) -> None:
     """Has the fleet's servers follow lists until it is cancelled: those that appear join, those that go leave.
 
@@ -177,26 +185,30 @@ async def follow(fleet: Fleet, lists: Lists, fixed: Collection[str]) -> None:
       fixed: addresses that stay whatever the lists say.
     """
     moving: dict[str, asyncio.Task] = {}
+    slots, stay = asyncio.Semaphore(AT_A_TIME), {*map(identity, fixed)}
     try:
         while True:
             await asyncio.sleep(EVERY_S)
-            members = {member.url: member for member in await lists.read()}
-            here = {server.url for server in fleet.servers}
-            moving = {url: task for url, task in moving.items() if not task.done()}
-            for url in {*members} - here - {*moving}:
-                moving[url] = asyncio.create_task(_join(fleet, members[url], lists))
-            for url in here - {*members, *fixed} - {*moving}:
-                moving[url] = asyncio.create_task(fleet.leave(url))
-            if waiting := not fleet.servers and fleet.waiting:
-                lists.say("", f"{waiting} requests wait: {lists.names} name no server that answers")
+            members = {identity(member.url): member for member in await lists.read()}
+            here = {identity(server.url): server.url for server in fleet.servers}
+            moving = {name: task for name, task in moving.items() if not task.done()}
+            for name in members.keys() - here.keys() - moving.keys():
+                moving[name] = asyncio.create_task(_join(fleet, members[name], lists, slots))
+            for name in here.keys() - members.keys() - stay - moving.keys():
+                moving[name] = asyncio.create_task(fleet.leave(here[name]))
+            if not fleet.healthy and (fleet.waiting or fleet.waiting_push):
+                what = " and a push" * fleet.waiting_push
+                why = "; ".join(server.why for server in fleet.servers[:SHOWN]) or "none is listed"
+                lists.say("", f"{fleet.waiting} requests{what} wait for a server of {lists.names} ({why})")
     finally:
         for task in moving.values():
             task.cancel()
         await asyncio.gather(*moving.values(), return_exceptions=True)
 
 
-async def _join(fleet: Fleet, member: Member, lists: Lists) -> None:
+async def _join(fleet: Fleet, member: Member, lists: Lists, slots: asyncio.Semaphore) -> None:
     try:
-        await fleet.join(member.url, stager=member.stager)
+        async with slots:
+            await fleet.join(member.url, stager=member.stager)
     except (ValueError, ServerError) as error:  # it is tried again while it is listed
         lists.say(member.url, str(error))

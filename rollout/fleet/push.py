@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -182,10 +183,21 @@ async def push_weights(
 
 
 async def _wait_for_servers(fleet: Fleet) -> None:
-    """Waits for a server to push to, and for suspects, which soon turn out healthy or not."""
-    while not {*SOUND} & (now := {server.state for server in fleet.servers}) or "suspect" in now:
-        fleet.raise_if_unrecoverable()
-        await asyncio.sleep(POLL_S)
+    """Waits for a server to push to, and for suspects, which soon turn out healthy or not.
+
+    Raises ServerError if none is left, or none came in `fleet.timeout_s`.
+    """
+    fleet.waiting_push = True
+    try:
+        async with asyncio.timeout(fleet.timeout_s if math.isfinite(fleet.timeout_s) else None):
+            while not {*SOUND} & (now := {server.state for server in fleet.servers}) or "suspect" in now:
+                fleet.raise_if_unrecoverable()
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        why = "; ".join(server.why for server in fleet.servers) or "there is none"
+        raise ServerError(f"push: no server to push to in {fleet.timeout_s:g} s ({why})") from None
+    finally:
+        fleet.waiting_push = False
 
 
 async def _push_to_one(

@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ..processes import http_process, keys
-from .members import JOIN, Member, Read, check
+from ..processes import addresses, http_process, keys
+from .members import JOIN, Member, Read
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 BODY = 2**14  # bytes
 MOST = 10_000  # servers
+LONGEST_S = 10**9  # that a server may ask to stay
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +82,7 @@ def _asked(asked: dict) -> tuple[Member, float]:
         raise ValueError("url and stager must be texts")
     for name, address in (("url", url), ("stager", stager)):
         if address or name == "url":
-            check(address, name, lists=False)
-    if type(seconds) not in (int, float) or not seconds > 0:
-        raise ValueError(f"for_s must be a number above 0, got {seconds!r:.80}")
-    return Member(url.rstrip("/"), stager.rstrip("/")), seconds
+            addresses.check(address, name)
+    if type(seconds) not in (int, float) or not 0 < seconds <= LONGEST_S and seconds != math.inf:
+        raise ValueError(f"for_s must be a number from 0 to {LONGEST_S:,}, got {seconds!r:.80}")
+    return Member(addresses.plain(url), addresses.plain(stager) if stager else ""), float(seconds)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import threading
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
-from . import keys
+from . import addresses, keys
 from .printable import one_line
 
 log = logging.getLogger(__name__)
 
 STAYS_S, AGAIN_S = 60.0, 20.0  # how long the run keeps a server that says nothing more; between its requests
 ANSWER_S = 5.0
+LARGEST = 1 << 22  # bytes of an answer
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key would go along."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 @contextlib.contextmanager
@@ -29,11 +39,9 @@ def joined(run: str, url: str) -> Iterator[threading.Event]:
     if not run:
         yield leaving
         return
-    keys.check_address(run, "join")
-    if not run.startswith(("http://", "https://")):
-        raise ValueError(f"join: must be the address of a run, such as http://10.0.0.1:9000, got {run!r:.200}")
+    addresses.check(run, "join")
     key = keys.read(keys.FLEET)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stays)
 
     def ask(method: str) -> str:
         """What went wrong, "" = nothing."""
@@ -41,10 +49,14 @@ def joined(run: str, url: str) -> Iterator[threading.Event]:
         body = {"url": url} | ({"for_s": STAYS_S} if method == "POST" else {})
         asked = urllib.request.Request(f"{run.rstrip('/')}/servers", json.dumps(body).encode(), headers, method=method)
         try:
-            opener.open(asked, timeout=ANSWER_S).close()
-        except OSError as error:  # HTTP errors are some
-            return one_line(error)
-        return ""
+            with opener.open(asked, timeout=ANSWER_S) as reply:
+                said = json.loads(reply.read(LARGEST))
+            listed = [one["url"] for one in said["servers"]]
+        except (OSError, http.client.HTTPException) as error:  # HTTP statuses are some
+            return one_line(error) or type(error).__name__
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "its answer is not that of a run"
+        return "" if method == "DELETE" or url in listed else "it does not list this server"
 
     def stay() -> None:
         said = None

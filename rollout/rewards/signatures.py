@@ -95,12 +95,16 @@ def reported(said: Any, where: str) -> dict[str, float]:
     """The reward that a server or a program reports in an object of JSON: its number "reward", and its other numbers.
 
     Raises:
-      ValueError: there is no such number, `where` says of whom; a number beyond LARGEST.
+      ValueError: there is no such number, or one beyond LARGEST, or there are too many others; `where` says of whom.
     """
     if not isinstance(said, Mapping) or "reward" not in said:
         raise ValueError(f'{where} must answer with an object with a number "reward", got {shown(said)}')
-    numbers = {name: x for name, x in said.items() if isinstance(x, int | float) and name != "reward"}
-    return {name: _number(x) for name, x in numbers.items()} | {"reward": reported_number(said["reward"], where)}
+    rest = {name: x for name, x in said.items() if isinstance(x, int | float) and name != "reward"}
+    numbers = {name: float(x) for name, x in rest.items() if abs(x) <= LARGEST}  # others, such as times, are no parts
+    try:
+        return _components(numbers) | {"reward": reported_number(said["reward"], where)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def reported_number(value: Any, where: str) -> float:

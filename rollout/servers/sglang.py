@@ -23,6 +23,7 @@ from .types import Part, Reported
 
 log = logging.getLogger(__name__)
 
+READS = 3  # of a prompt, which another program may abort
 LONGEST = 2**20  # tokens of an answer, where no number is asked for
 BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
 LAYOUT = ("dtype", "quantization", "tp_size", "pp_size", "ep_size", "load_format", "version")  # fields of /server_info
@@ -310,8 +311,13 @@ class SGLang(Endpoint):
         if top_k:
             body["top_logprobs_num"] = int(top_k)
         most = BESIDES + len(tokens) * (1 + top_k) * A_TOKEN
-        answer = await self.call("POST", "/generate", body, timeout_s=timeout_s, most=most)
-        return self._part(answer, body["rid"], generated=False)
+        for _ in range(READS):
+            answer = await self.call("POST", "/generate", body, timeout_s=timeout_s, most=most)
+            if not sglang_answers.aborted(answer):
+                return self._part(answer, body["rid"], generated=False)
+        raise ServerError(
+            f"{self.url}/generate: aborted {READS} requests to read a prompt; is another run, or program, using it?"
+        )
 
     async def texts(self, tokens: Sequence[int], *, timeout_s: float = 60.0) -> list[str]:
         """The text of each token by itself, for the server's tokenizer.

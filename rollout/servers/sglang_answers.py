@@ -67,6 +67,14 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
     )  # fmt: skip
 
 
+def aborted(answer: Mapping[str, Any]) -> bool:
+    """Whether a request was aborted; False for an answer of another form."""
+    try:
+        return answer["meta_info"]["finish_reason"]["type"] == "abort"
+    except MALFORMED:
+        return False
+
+
 def _scored(row: Sequence, vocabulary: int) -> list:
     """[log-probability or None, id, text] of a token of the prompt."""
     return [None if row[0] is None else logprob(row[0]), token_id(row[1], vocabulary), *row[2:]]

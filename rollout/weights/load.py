@@ -57,6 +57,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         server.given.add(weights.label)
         server.labels.append(weights.label)  # tokens sampled from here on may carry it
         server.adapters, server.folders, server.reported, server.read = [], {}, None, None
+        server.base = ""  # else an adapter could be loaded over a base whose load ended half-way
         loading = now()
         if files:
             await server.api.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parent))
 import cluster
 
 collect_ignore = [] if os.environ.get("AREAX_SLURM") else ["test_real.py"]
