@@ -175,8 +175,8 @@ TASKS = {
         groups=16,
     ),
     "calculator": Task(
-        "verifiers:calculator", calculator.conversations, 0.9, tokens=48, length=512, imitation=150, groups=16,
-        games=1024, steps=140, lr=1e-4,
+        "verifiers:calculator", calculator.conversations, 0.9, tokens=48, length=512, imitation=400, groups=16,
+        games=2048, steps=100, lr=2e-4,
     ),
     "places": Task(
         "search:{}", looks, 0.9, {"corpus": "{}/corpus.jsonl", "k": 1}, tokens=32, length=512, imitation=150, groups=16,
