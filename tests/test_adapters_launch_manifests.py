@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import sys
@@ -170,14 +171,20 @@ def stand_in(data, folder):
     return f"python {data / 'server.py'} {folder} {{host}} {{port}}"
 
 
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.slow
 def test_what_waits_for_servers_says_for_which_and_ends():
     """One of two answers. What runs between tries may end the job before."""
     port, other = free_ports(2)
     urls = " ".join(f"http://127.0.0.1:{at}" for at in (port, other))
-    say = lambda **more: shell.ready(urls, 2, python=shlex.quote(sys.executable), late='echo "its log: $url"', **more)
+    say = lambda **more: shell.ready(urls, 6, python=shlex.quote(sys.executable), late='echo "its log: $url"', **more)
     answering = subprocess.Popen([sys.executable, "-c", ANSWERS, str(port)], stderr=subprocess.DEVNULL)
     with servers.ended(answering):
+        jobs.until(lambda: listens(port))
         late = subprocess.run(["bash", "-uc", say()], capture_output=True, text=True, timeout=60)
         ended = subprocess.run(["bash", "-uc", say(check="exit 7")], capture_output=True, text=True, timeout=60)
     why = "(urllib.error.URLError: <urlopen error [Errno 111] Connection refused>)"
@@ -185,7 +192,7 @@ def test_what_waits_for_servers_says_for_which_and_ends():
     assert (late.returncode, late.stdout) == (1, f"its log: http://127.0.0.1:{other}\n")
     assert lines[-2:] == [
         f"areax: waiting for http://127.0.0.1:{other} to answer {why}",
-        f"areax: http://127.0.0.1:{other} did not answer in 2 s {why}",
+        f"areax: http://127.0.0.1:{other} did not answer in 6 s {why}",
     ]
     assert ended.returncode == 7
 
