@@ -208,7 +208,8 @@ class Restartable(Remote):
         elif kind == "sglang":
             own = [python, SERVE, "--model-path", str(path)]
         elif kind == "vllm":
-            own = [str(Path(python).with_name("vllm")), "serve", str(path), "--host", "127.0.0.1"]
+            # Its threads spin on all cores, and would leave the test none for seconds.
+            own = ["nice", "-n", "15", str(Path(python).with_name("vllm")), "serve", str(path), "--host", "127.0.0.1"]
             own += ["--dtype", "float32", "--enforce-eager"]
             self._environ |= {
                 "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
