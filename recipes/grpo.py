@@ -318,7 +318,8 @@ async def train(
             rollouts.scheduler(
                 episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None, vocabulary=trainer.policy.settings.vocab,
-                experts=getattr(trainer.policy.settings, "experts", None), seen=vision.door(trainer.reading),
+                experts=getattr(trainer.policy.settings, "experts", None),
+                check_images=vision.image_check(trainer.reading),
             )
         )  # fmt: skip
         if not complete:

@@ -218,13 +218,13 @@ def test_a_policy_learns_from_a_teacher_that_sees_the_images(place):
     ],
 )
 def test_a_sample_whose_images_do_not_fit_is_refused_at_the_door(place, changes, words):
-    seen, whole = vision.door(built(place).reading), sample(place, (WIDE,), [5, 6, 7], 0, drawn=True)
-    made = validation.checked(whole, seen=seen)
+    check, whole = vision.image_check(built(place).reading), sample(place, (WIDE,), [5, 6, 7], 0, drawn=True)
+    made = validation.checked(whole, check_images=check)
     assert made.images == whole.images
     with pytest.raises(ValueError, match=words):
-        validation.checked(whole.replace(**changes), seen=seen)
+        validation.checked(whole.replace(**changes), check_images=check)
     with pytest.raises(ValueError, match="images must be none, because the model has no vision tower"):
-        validation.checked(whole, seen=vision.door(None))
+        validation.checked(whole, check_images=vision.image_check(None))
 
 
 def test_what_cannot_be_is_refused_in_one_line(place):

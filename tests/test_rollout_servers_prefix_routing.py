@@ -9,7 +9,7 @@ from scripted import V1, run, serving, until
 
 from areax.rollout import client
 from areax.rollout.fleet.push import push_weights
-from areax.rollout.servers.prefix_routing import BLOCK, HOLDERS, RATIO, SLACK, SOME, Cached, Lately, chain, choose
+from areax.rollout.servers.prefix_routing import BLOCK, HOLDERS, RATIO, SAMPLED, SLACK, Cached, Recent, chain, choose
 from areax.rollout.servers.server import Server
 from areax.rollout.servers.sglang import SGLang
 from areax.rollout.simulation import clock
@@ -98,20 +98,20 @@ def test_of_very_many_servers_a_sample_and_those_with_the_prompt_are_compared():
         def __init__(self):
             self.load, self.cached = 0, Cached()
 
-    servers, lately, homes, found = [One() for _ in range(1000)], Lately(), {}, 0
+    servers, recent, homes, found = [One() for _ in range(1000)], Recent(), {}, 0
     for i in range(8000):  # samples of 1000 prompts, eight each, in turn
         hashes = chain([i % 1000] * BLOCK)
-        few = lately.some(servers, hashes)
-        assert len(few) <= SOME + HOLDERS
+        few = recent.candidates(servers, hashes)
+        assert len(few) <= SAMPLED + HOLDERS
         server = choose(few, hashes)
         found += homes.setdefault(i % 1000, server) is server
         server.cached.add(hashes)
-        lately.add(hashes, server)
+        recent.add(hashes, server)
         server.load += 1
     assert found > 7500 and max(server.load for server in servers) <= 8 + SLACK
     gone = homes[0]
     servers.remove(gone)
-    assert gone not in lately.some(servers, chain([0] * BLOCK))
+    assert gone not in recent.candidates(servers, chain([0] * BLOCK))
 
 
 def sessions(routed, *, episodes=48, turns=6):

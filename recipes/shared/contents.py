@@ -34,7 +34,7 @@ TRAINED_WITH = "lora.alpha", "lora.rslora", "lora.base"  # with others the adapt
 WEIGHTS = "*.safetensors", "config.json"
 OF_ADAPTERS = (*TRAINED_WITH, "lora.targets")  # what the state's arrays do not show, kept with their hashes
 NONE = "none"  # of a file that is not there
-IMPORTED, BEHIND = "what its code imports", "code of its name"
+IMPORTED, BEHIND = "what its code imports", "code behind its kind"
 INSTALLED = "site-packages", "dist-packages"  # folders of code that is not the user's own
 TEXTS = (  # which two tokenizers with the same vocabulary may split in two ways
     "The quick brown fox jumps over 1,234,567 lazy dogs.",

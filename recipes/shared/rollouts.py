@@ -20,7 +20,7 @@ from areax.rollout.errors import ServerError
 from areax.rollout.rewards.signatures import Regroup
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
-from areax.rollout.scheduling.validation import Seen
+from areax.rollout.scheduling.validation import CheckImages
 from areax.rollout.types import Generate, Sample, Workflow
 from areax.rollout.workflows import resolve, teacher
 from areax.rollout.workflows.regroup import of
@@ -146,14 +146,14 @@ async def timed(episode: Workflow, seconds: float, generate: Generate, row: Mapp
 
 def scheduler(
     own: Episodes, generate, prompts, rollout: Rollout, objective, *, steps: int, seed: int | None, cursor,
-    vocabulary: int, experts: int | None, seen: Seen | None = None,
+    vocabulary: int, experts: int | None, check_images: CheckImages | None = None,
 ) -> Executor:  # fmt: skip
     """Makes the executor that runs these episodes and returns the batches of `steps` updates, from `cursor` on."""
     return executor.Executor(
         own.train, generate, prompts,
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
         max_concurrent=rollout.max_concurrent, oversample=rollout.oversample, seed=seed, batches=steps, cursor=cursor,
-        vocabulary=vocabulary, experts=experts, seen=seen,
+        vocabulary=vocabulary, experts=experts, check_images=check_images,
         accept=varied if objective.shaping.dynamic_sampling else None, regroup=own.regroup,
         baseline=own.greedy if objective.advantage.mean == "greedy" else None,
     )  # fmt: skip

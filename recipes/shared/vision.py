@@ -117,7 +117,7 @@ def attach(reading: Reader | None, batches: Sequence[Batch], seen: Sequence[Imag
     ]
 
 
-def door(reading: Reader | None) -> Callable[[np.ndarray, tuple[Image, ...]], None]:
+def image_check(reading: Reader | None) -> Callable[[np.ndarray, tuple[Image, ...]], None]:
     """A check of a sample's images and of the tokens that are not sampled, before anything is trained on: it raises
     ValueError for images that this run does not read, or others than the tokens stand for."""
     counts: dict[str, int] = {}  # features by hash: the samples of a group have the same images

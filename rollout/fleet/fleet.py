@@ -129,7 +129,7 @@ class Fleet:
         self._image_token, self._ends = image_token, tuple(ends)
         self._reach, self._elastic = reach, elastic
         self._first = self.servers[0].label if self.servers else ""  # weights before the first push
-        self._lately = prefix_routing.Lately[Server]()
+        self._recent = prefix_routing.Recent[Server]()
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -516,11 +516,11 @@ class Fleet:
         while True:
             self.raise_if_unrecoverable()
             healthy = self.healthy
-            ready = self._with_room(self._lately.some(healthy, hashes)) or self._with_room(healthy)
+            ready = self._with_room(self._recent.candidates(healthy, hashes)) or self._with_room(healthy)
             if ready:
                 server = prefix_routing.choose(ready, hashes)
                 server.cached.add(hashes)
-                self._lately.add(hashes, server)
+                self._recent.add(hashes, server)
                 server.load += 1
                 server.limit.sent(asyncio.get_running_loop().time(), server.load)
                 return server

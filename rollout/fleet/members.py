@@ -75,14 +75,14 @@ def check(entry: str, what: str, *, lists: bool = True) -> None:
 
 
 def reader(entry: str) -> Read:
-    """What reads the list `@FILE` or `dns+http://NAME:PORT`."""
+    """The function that reads a list `@FILE` or `dns+http://NAME:PORT`."""
     if entry.startswith(FILE):
         return lambda: asyncio.to_thread(in_file, Path(entry[1:]))
     return lambda: resolved(entry.removeprefix(DNS))
 
 
 def in_file(path: Path) -> list[Member]:
-    """The servers in a file; raises ValueError with the line that is none, OSError."""
+    """The servers listed in a file. Raises OSError; ValueError, which names a line that lists none."""
     found = []
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
         raise ValueError(f"{path} must be a regular file")
@@ -103,7 +103,7 @@ def in_file(path: Path) -> list[Member]:
 
 
 async def resolved(url: str) -> list[Member]:
-    """A server at each address of the URL's name; raises OSError if it does not resolve."""
+    """A server at each address that the URL's host resolves to. Raises OSError if it resolves to none."""
     parts = urlsplit(url)
     infos = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     hosts = sorted({str(place[0]) for _, _, _, _, place in infos})
@@ -153,9 +153,8 @@ async def first(
 
     Raises ValueError if all that are listed are no servers for this run, for instance as they refuse its key.
     """
-    slots = asyncio.Semaphore(AT_A_TIME)
+    slots, known = asyncio.Semaphore(AT_A_TIME), {*map(identity, fixed)}
     while True:
-        known = {*map(identity, fixed)}
         listed = [member for member in await lists.read(at_once=True) if identity(member.url) not in known]
         found = await asyncio.gather(*(_reached(reach, member, slots) for member in listed), return_exceptions=True)
         servers = [server for server in found if isinstance(server, Server)]

@@ -44,7 +44,7 @@ async def serve(entry: str) -> AsyncIterator[Read]:
 
     key, parts, bounds = keys.read(keys.FLEET), urlsplit(entry.removeprefix(JOIN)), limits.Limits(body_bytes=BODY)
     unauthorized = HTTPException(401, f"the key is missing or wrong; set {keys.FLEET} to that of the run", limits.CLOSE)
-    members: dict[str, tuple[Member, float]] = {}  # with the time until which each stays
+    members: dict[str, tuple[Member, float]] = {}  # by identity, with the time until which each stays
     now = asyncio.get_running_loop().time
 
     async def servers(request: Request) -> Response:
@@ -53,16 +53,18 @@ async def serve(entry: str) -> AsyncIterator[Read]:
             raise unauthorized
         if request.method == "POST":
             member, seconds = _asked(await limits.read_json(request, bounds))
-            if len(members) >= MOST and member.url not in members:
+            name = addresses.identity(member.url)
+            if len(members) >= MOST and name not in members:
                 raise HTTPException(503, f"{MOST} servers have joined, the most there can be")
-            members[member.url] = member, now() + seconds
+            members[name] = member, now() + seconds
         elif request.method == "DELETE":
-            members.pop(_asked(await limits.read_json(request, bounds))[0].url, None)
+            member, _ = _asked(await limits.read_json(request, bounds))
+            members.pop(addresses.identity(member.url), None)
         return JSONResponse({"servers": [member._asdict() for member in await read()]})
 
     async def read() -> list[Member]:
-        for url in [url for url, (_, until) in members.items() if until < now()]:
-            del members[url]
+        for name in [name for name, (_, until) in members.items() if until < now()]:
+            del members[name]
         return [member for member, _ in members.values()]
 
     routes = [Route("/servers", servers, methods=["GET", "POST", "DELETE"])]
@@ -83,6 +85,6 @@ def _asked(asked: dict) -> tuple[Member, float]:
     for name, address in (("url", url), ("stager", stager)):
         if address or name == "url":
             addresses.check(address, name)
-    if type(seconds) not in (int, float) or not 0 < seconds <= LONGEST_S and seconds != math.inf:
-        raise ValueError(f"for_s must be a number from 0 to {LONGEST_S:,}, got {seconds!r:.80}")
+    if type(seconds) not in (int, float) or not (0 < seconds <= LONGEST_S or seconds == math.inf):
+        raise ValueError(f"for_s must be a number above 0 and at most {LONGEST_S:,}, got {seconds!r:.80}")
     return Member(addresses.plain(url), addresses.plain(stager) if stager else ""), float(seconds)

@@ -24,7 +24,7 @@ def check(url: str, what: str) -> None:
 
 
 def plain(url: str) -> str:
-    """An address in lower case, without a slash at its end."""
+    """The address with scheme and host in lower case, without a slash at its end."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = f":{parts.port}" if parts.port else ""
@@ -32,5 +32,5 @@ def plain(url: str) -> str:
 
 
 def identity(url: str) -> str:
-    """What two addresses of one server have in common; names other than localhost are not resolved."""
+    """A key that is equal for different spellings of one server's address; of names only localhost is resolved."""
     return re.sub(r"//(localhost|\[::1\])(?=[:/]|$)", "//127.0.0.1", plain(url))

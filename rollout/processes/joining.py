@@ -40,6 +40,7 @@ def joined(run: str, url: str) -> Iterator[threading.Event]:
         yield leaving
         return
     addresses.check(run, "join")
+    url = addresses.plain(url)  # as the run lists it
     key = keys.read(keys.FLEET)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stays)
 

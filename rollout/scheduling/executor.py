@@ -42,7 +42,7 @@ from .episodes import group, outcome, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
 from .mixture import Mixture
 from .stream import Stream
-from .validation import Seen, checked, forms, like_first
+from .validation import CheckImages, checked, forms, like_first
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Executor:
         cursor: Mapping[str, Any] | None = None,
         vocabulary: int | None = None,
         experts: int | None = None,
-        seen: Seen | None = None,
+        check_images: CheckImages | None = None,
     ):
         """
         Args:
@@ -101,7 +101,7 @@ class Executor:
           cursor: the position of an earlier run to resume; its open prompts come first.
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
           experts: number of its experts in a layer, likewise.
-          seen: checks the images of samples, as `validation.checked` has it.
+          check_images: checks the images of samples, as `validation.checked` has it.
         """
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -120,7 +120,7 @@ class Executor:
         self.group_size, self.groups_per_batch, self.eta = group_size, groups_per_batch, eta
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
         self.regroup, self.batches, self.oversample = regroup, batches, oversample
-        self.vocabulary, self.experts, self.seen = vocabulary, experts, seen
+        self.vocabulary, self.experts, self.check_images = vocabulary, experts, check_images
         self._version: int | None = None  # admitted by all servers
         self._forms: dict[str, str] | None = None  # of the first sample
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
@@ -347,8 +347,9 @@ class Executor:
         """A sample that may be trained on; servers may have the version that is being pushed already."""
         newest = None if self._version is None else self._version + 1
         return checked(
-            sample, vocabulary=self.vocabulary, newest=newest, oldest=oldest, experts=self.experts, seen=self.seen
-        )
+            sample, vocabulary=self.vocabulary, newest=newest, oldest=oldest, experts=self.experts,
+            check_images=self.check_images,
+        )  # fmt: skip
 
     def _alike(self, sample: Sample, oldest: int) -> Sample:
         """As `_checked`, with the arrays of the run's first sample: batches have the same for all."""

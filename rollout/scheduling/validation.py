@@ -16,14 +16,14 @@ from ..processes.printable import shown
 from ..rewards.signatures import COMPONENTS, LARGEST, LONGEST_NAME
 from ..types import LARGEST_LOGP, LEAST_LOGP, SEATS, Finish, Image, Sample
 
-Seen = Callable[[np.ndarray, tuple[Image, ...]], None]  # (tokens, images)
+CheckImages = Callable[[np.ndarray, tuple[Image, ...]], None]  # (tokens, images)
 IDS = "group", "prompt", "sample", "rollout", "pair", "seat"
 RANGES = {"pair": (-(2**31), 2**31), "seat": (0, SEATS)}  # those of the others are given anew
 
 
 def checked(
     sample: Sample, *, vocabulary: int | None = None, newest: int | None = None, oldest: int = 0,
-    experts: int | None = None, seen: Seen | None = None,
+    experts: int | None = None, check_images: CheckImages | None = None,
 ) -> Sample:  # fmt: skip
     """A copy of a sample in the types of its fields, which shares no array with it: workflows may reuse theirs.
 
@@ -32,8 +32,8 @@ def checked(
       newest: the newest policy version that a server can have; None = unknown.
       oldest: the version at which the sample's group was admitted, which all servers had.
       experts: number of the policy's experts in a layer; None = unknown.
-      seen: raises ValueError unless the policy can read these images, and these tokens stand for them, those that were
-        sampled left out; None = nothing is known of it.
+      check_images: raises ValueError unless the policy can read a sample's images, and its prompt tokens stand for
+        them; None = unknown.
 
     Raises:
       ValueError: a value is wrong: "FIELD must ..., got ...".
@@ -60,8 +60,8 @@ def checked(
     rule = f"be at least {oldest}, at which the group was admitted"
     _all("version", rule, version[version >= 0], lambda x: x >= oldest)
     images = _images(sample.images)
-    if seen:
-        seen(tokens[version < 0], images)
+    if check_images:
+        check_images(tokens[version < 0], images)
     group, prompt, number, rollout, pair, seat = (_id(name, getattr(sample, name)) for name in IDS)
     return Sample(
         tokens=tokens.astype(np.int32),

@@ -18,6 +18,9 @@ from .types import Part
 # What reading an answer of another form raises.
 MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 FINISHES = tuple(finish for finish in get_args(Finish) if finish != "error")  # which is a sample's alone
+LONGEST = 2**20  # tokens of an answer, where no number is asked for
+BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
+ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 RESERVED = 512  # tokens of the context that servers may keep free, such as pages
 
 

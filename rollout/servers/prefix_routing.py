@@ -22,8 +22,8 @@ import xxhash
 BLOCK = 64  # tokens; shorter prompts are cheap to compute anywhere
 TOKENS = 1 << 20  # tokens remembered for a server that does not report its cache size
 NONE: Mapping[int, str] = MappingProxyType({})
-MANY, SOME = 64, 16  # servers up to which all are compared; of more, so many at random
-LATELY, HOLDERS = 1 << 16, 4  # prompts of which it is known which servers got them last; so many of each
+COMPARED, SAMPLED = 64, 16  # servers up to which all are compared; of more, so many at random
+PROMPTS, HOLDERS = 1 << 16, 4  # prompts whose most recent servers are remembered; servers of each
 SLACK, RATIO = 8, 1.25  # much busier = more than SLACK requests more, and more than RATIO times as many
 
 
@@ -85,8 +85,8 @@ class Cached:
         return len(self._known)
 
 
-class Lately(Generic[Choice]):
-    """Which servers got a prompt's first block last, where there are too many to compare all for each request."""
+class Recent(Generic[Choice]):
+    """The servers that got each prompt's first block most recently: of very many, a request compares only a few."""
 
     def __init__(self):
         self._holders: OrderedDict[int, deque[Choice]] = OrderedDict()
@@ -98,16 +98,16 @@ class Lately(Generic[Choice]):
             if server not in holders:
                 holders.append(server)
             self._holders.move_to_end(hashes[0])
-            if len(self._holders) > LATELY:
+            if len(self._holders) > PROMPTS:
                 self._holders.popitem(last=False)
 
-    def some(self, servers: Sequence[Choice], hashes: Sequence[int]) -> list[Choice]:
+    def candidates(self, servers: Sequence[Choice], hashes: Sequence[int]) -> list[Choice]:
         """Those of `servers` among which to choose: all, or of many the holders of the prompt and some at random, the
         least loaded of which is nearly the least loaded of all (the power of d choices)."""
-        if len(servers) <= MANY:
+        if len(servers) <= COMPARED:
             return list(servers)
         holders = self._holders.get(hashes[0], ()) if hashes else ()
-        drawn = (servers[int(random.random() * len(servers))] for _ in range(SOME))  # a tenth of `sample`'s time
+        drawn = (servers[int(random.random() * len(servers))] for _ in range(SAMPLED))  # a tenth of `sample`'s time
         return [*{*drawn, *(holder for holder in holders if holder in servers)}]
 
 

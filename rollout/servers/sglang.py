@@ -16,44 +16,16 @@ from typing import Any
 
 from ..errors import ServerError
 from . import answers, sglang_answers
+from .answers import A_TOKEN, BESIDES, EXPERTS, LONGEST
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
-from .types import Part, Reported
+from .types import Description, Part, Reported
 
 log = logging.getLogger(__name__)
 
 READS = 3  # of a prompt, which another program may abort
-LONGEST = 2**20  # tokens of an answer, where no number is asked for
-BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
 LAYOUT = ("dtype", "quantization", "tp_size", "pp_size", "ep_size", "load_format", "version")  # fields of /server_info
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a server reports about itself.
-
-    Attributes:
-      weights: those it serves.
-      seeded: it honours sampling seeds.
-      stages: it can read new weights while it serves the current ones.
-      ranks: processes that share the weights; each is sent them.
-      layout: dtype, quantisation and parallelism as text: servers with the same layout have the same checksums.
-      released: it has released its memory.
-      capacity: tokens whose keys and values fit into its cache; 0 = unknown.
-      slots: sequences it generates at a time; 0 = unknown.
-      context: tokens of its longest sequence, by its limits and by its cache; 0 = unknown.
-    """
-
-    weights: Reported
-    seeded: bool
-    stages: bool
-    ranks: int
-    layout: str
-    released: bool
-    capacity: int
-    slots: int
-    context: int
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ServerError
-from .answers import FINISHES, MALFORMED, described, ids, logprob, logprobs, positive, text, token_id
+from .answers import ADAPTERS, FINISHES, MALFORMED, described, ids, logprob, logprobs, positive, text, token_id
 from .concurrency import Report
 from .labels import per_token
 from .types import Part
@@ -18,7 +18,6 @@ BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
-ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
 def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, vocabulary: int) -> Part:

@@ -96,6 +96,33 @@ class Reported(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Description:
+    """What a server reports about itself.
+
+    Attributes:
+      weights: those it serves.
+      seeded: it honours sampling seeds.
+      stages: it can read new weights while it serves the current ones.
+      ranks: processes that share the weights; each is sent them.
+      layout: dtype, quantisation and parallelism as text: servers with the same layout have the same checksums.
+      released: it has released its memory.
+      capacity: tokens whose keys and values fit into its cache; 0 = unknown.
+      slots: sequences it generates at a time; 0 = unknown.
+      context: tokens of its longest sequence, by its limits and by its cache; 0 = unknown.
+    """
+
+    weights: Reported
+    seeded: bool
+    stages: bool
+    ranks: int
+    layout: str
+    released: bool
+    capacity: int
+    slots: int
+    context: int
+
+
+@dataclass(frozen=True)
 class Staged:
     """A version where a server can read it: the directory, and the bytes fetched to bring it there."""
 

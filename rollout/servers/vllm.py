@@ -20,20 +20,18 @@ import numpy as np
 
 from ..errors import ServerError
 from . import answers
-from .answers import positive
+from .answers import A_TOKEN, ADAPTERS, BESIDES, EXPERTS, LONGEST, positive
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
 from .labels import per_token
-from .sglang import A_TOKEN, BESIDES, EXPERTS, LONGEST, Description
-from .types import Part, Reported
+from .types import Description, Part, Reported
 
 LAYOUT = ("dtype", "quantization", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 PREFIX = "generate-tokens-"  # of the names of requests, in answers and aborts
 PAUSES = {"retract": "abort", "abort": "abort", "in_place": "keep"}  # vLLM requeues nothing: the client continues
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
-ADAPTERS = 2  # newest adapters that stay loaded, in addition to those in use
 
 
 @dataclass(eq=False)

@@ -21,9 +21,9 @@ import aiohttp
 from ..errors import ServerError
 from ..processes import keys
 from ..servers import kinds
+from ..servers.answers import ADAPTERS
 from ..servers.labels import MANIFEST, manifest_bytes, read_label, version_of
 from ..servers.server import Server
-from ..servers.sglang_answers import ADAPTERS
 from ..servers.types import Loaded, Part, Published
 from . import load as full_load
 from . import verify
