@@ -653,3 +653,15 @@ def test_memory_is_not_released_while_requests_run(server):
         status, answer = server.post("/release_memory_occupation", {})
         assert status == 400 and "no requests may be running" in answer["message"]
         assert state(server)["released"] == [] and len(next(events)["output_ids"]) > 0
+
+
+def test_the_address_with_which_a_server_joins_is_one_that_the_run_reaches():
+    assert module._seen_from("", "127.0.0.1", 7) == module._seen_from("http://localhost:9", "127.0.0.1", 7)
+    assert module._seen_from("http://127.0.0.1:9", "0.0.0.0", 7) == "http://127.0.0.1:7"
+    for run, host, why in (
+        ("10.0.0.1:9000", "10.0.0.7", "join: must be an address such as"),
+        ("http://ann:x@b:1", "10.0.0.7", "no user, password"),
+        ("http://10.0.0.1:9000", "127.0.0.1", "join: http://10.0.0.1:9000 cannot reach 127.0.0.1; give --host"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            module._seen_from(run, host, 7)

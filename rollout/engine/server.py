@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jax
 
@@ -20,7 +21,7 @@ from ...models import config_json
 from ...models.layers import native
 from ...parallel.multihost import agreement
 from ...parallel.multihost.channel import Share
-from ..processes import http_process, joining, keys
+from ..processes import addresses, http_process, joining, keys
 from ..servers.engine_options import DEFAULTS, EngineOptions
 from ..servers.labels import label_of, manifest_bytes
 from . import bench, budget, hosts, replicas
@@ -69,14 +70,16 @@ def serve(
       join: address of a run that takes servers as they come, `--servers join+http://HOST:PORT`; "" = none.
 
     Raises:
-      ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
-        cannot be loaded; processes have other options or weights than process 0. Nothing is served then.
+      ValueError: the address is not available, or it is reachable from other machines and there is no key, or the run
+        to join cannot reach it; the folder cannot be loaded; processes have other options or weights than process 0.
+        Nothing is served then.
       RuntimeError: another process has ended, or the engine of several.
     """
     with hosts.joined() as (index, share), contextlib.ExitStack() as stack:
         if index == 0:
             guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
             sock = stack.enter_context(contextlib.closing(guarded))
+            own = _seen_from(join, host, sock.getsockname()[1])
         with loading if loading and index == 0 else contextlib.nullcontext():
             service = load(path, share, options, dtype=dtype, version=version or published_label(path), seed=seed)
         engine = service.engine
@@ -89,7 +92,7 @@ def serve(
             if isinstance(engine, Engine) and jax.process_count() == 1 and jax.default_backend() != "gpu":
                 engine.compile_ahead()
             made = app(service, api_key, style, reasoning)
-            with joining.joined(join, _reached(host, sock.getsockname()[1], join)) as leaving:
+            with joining.joined(join, own) as leaving:
 
                 def ending() -> None:
                     leaving.set()
@@ -98,10 +101,19 @@ def serve(
                 http_process.serve(made, sock, ready, ending=ending, **UVICORN)
 
 
-def _reached(host: str, port: int, run: str) -> str:
-    """The address of this server as the run sees it, which an address for all of this machine's is not."""
-    everywhere = host in ("", "0.0.0.0", "::")
-    return http_process.address((http_process.towards(run) if run and everywhere else host, port))
+def _seen_from(run: str, host: str, port: int) -> str:
+    """The address of this server for the run at the address `run`, "" = none; if it listens at all addresses of this
+    machine, the one on the route there.
+
+    Raises ValueError if `run` is no address, or on another machine, which does not reach a loopback address.
+    """
+    if run:
+        addresses.check(run, "join")
+        if host in ("", "0.0.0.0", "::"):
+            host = http_process.towards(run)
+        elif http_process.loopback(host) and not http_process.loopback(urlsplit(run).hostname or ""):
+            raise ValueError(f"join: {run} cannot reach {host}; give --host an address of this machine, and a key")
+    return http_process.address((host, port))
 
 
 def described(service: Service) -> str:

@@ -33,7 +33,7 @@ def joined(run: str, url: str) -> Iterator[threading.Event]:
     """Has the server at `url` join the run at the address `run` during the block; "" = none. A run that does not answer
     is asked again, and may start later. Setting the event, and leaving the block, has it leave.
 
-    Raises ValueError if `run` is no address, or the key in AREAX_FLEET_KEY is not valid.
+    Raises ValueError if the key in AREAX_FLEET_KEY is not valid.
     """
     leaving = threading.Event()
     if not run:
