@@ -17,6 +17,7 @@ import time
 
 from areax.rollout import client, loop
 from areax.rollout.fleet.push import push_weights
+from areax.rollout.processes import garbage
 from areax.rollout.scheduling.executor import Executor, Prompts
 from areax.rollout.servers.server import Server
 from areax.rollout.servers.sglang import SGLang
@@ -98,7 +99,7 @@ async def measure(options):
 
             return pushed
 
-        async with Executor(
+        async with garbage.spared(), Executor(
             workflow, fleet.generate, Prompts(rows, shuffle=False), group_size=group,
             groups_per_batch=size // group, eta=15, max_concurrent=options.episodes // group, seed=None,
         ) as rollout:  # fmt: skip

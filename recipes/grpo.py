@@ -53,6 +53,7 @@ from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollou
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
+from areax.rollout.processes import garbage
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.weights import store as versions
 from areax.rollout.workflows import resolve
@@ -282,6 +283,7 @@ async def train(
     identity, ends = sources.identity(prompts), hf.with_ends(trainer.policy.settings, tokens).eos
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
+        await enter_async(garbage.spared())
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
         sync = await enter_async(

@@ -267,7 +267,7 @@ class Fleet:
         }
         trouble: list[str] = []
         work = lambda limit: self._generate(
-            image_tokens.TokensPrompt([*map(int, tokens)], images, self._image_token),
+            image_tokens.TokensPrompt(tuple(map(int, tokens)), images, self._image_token),
             sampling,
             routed_experts,
             trouble,
@@ -290,7 +290,7 @@ class Fleet:
         trouble: list[str] = []
         attempt = lambda server, adapter: server.api.read(tokens, top_k=top_k, adapter=adapter, cache_key=server.label)
         server, part = await self._in_time(
-            "read", lambda limit: self._send(image_tokens.TokensPrompt(tokens), attempt, trouble), trouble
+            "read", lambda limit: self._send(image_tokens.TokensPrompt(tuple(tokens)), attempt, trouble), trouble
         )
         return server.url, part
 
@@ -339,7 +339,7 @@ class Fleet:
                     on_tokens([*so_far, *new])
 
             wanted = self._experts_per_token if experts else 0
-            sent = replace(prompt, tokens=[*prompt.tokens, *tokens])
+            sent = replace(prompt, tokens=(*prompt.tokens, *tokens)) if tokens else prompt
             attempt = functools.partial(
                 ask, sent, sampling | left, wanted, None if late else until,
                 on_new if on_tokens else None,

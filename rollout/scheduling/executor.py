@@ -46,6 +46,7 @@ from .validation import CheckImages, checked, forms, like_first
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 8  # episodes begun in one turn of the loop
 GIVEN_UP = 8  # consecutive groups lost to failing servers (or a whole batch, if that is more) that end the run
 REFUSED_BATCHES = 64  # consecutive batches' worth of groups, all refused, that end the run
 
@@ -133,6 +134,7 @@ class Executor:
         self._adaptive = prompts if isinstance(prompts, Adaptive) else None
         self._left_out: dict[int, float] = {}  # prompt: success, of ended groups that no batch will take
         self._changed = asyncio.Event()
+        self._filling = False  # more prompts will be admitted in the next turn of the loop
         self._closed = False
         self._error: BaseException | None = None
         self._refused = self._failed = self._unscored = 0  # consecutive; of those refused without a reward
@@ -173,22 +175,26 @@ class Executor:
         while True:
             if self._error:
                 raise self._error
-            order = sorted(
-                self._ready, key=lambda prompt: (self._ready[prompt][0], prompt not in self._retrying, prompt)
-            )
-            oldest, left = sorted(order[: self.groups_per_batch]), order[self.groups_per_batch :]
-            if len(oldest) == self.groups_per_batch and self._in_time(v, left):
-                self._batch += 1
-                groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
-                self._retrying -= groups.keys()
-                if self.oversample:
-                    self._stop(self._late(v, left))
-                self._observe(groups)
-                self._lengths.train(map(_length, groups.values()))
-                events.emit("batch", version=v, prompts=oldest)
-                return list(groups.values())
+            if len(self._ready) >= self.groups_per_batch and (groups := self._close(v)):
+                return groups
             self._changed.clear()
             await self._changed.wait()
+
+    def _close(self, v: int) -> list[list[Sample]] | None:
+        """The groups of batch v, which is thereby closed; None while it must wait."""
+        order = sorted(self._ready, key=lambda prompt: (self._ready[prompt][0], prompt not in self._retrying, prompt))
+        oldest, left = sorted(order[: self.groups_per_batch]), order[self.groups_per_batch :]
+        if not self._in_time(v, left):
+            return None
+        self._batch += 1
+        groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
+        self._retrying -= groups.keys()
+        if self.oversample:
+            self._stop(self._late(v, left))
+        self._observe(groups)
+        self._lengths.train(map(_length, groups.values()))
+        events.emit("batch", version=v, prompts=oldest)
+        return list(groups.values())
 
     def lengths(self) -> dict[str, float]:
         """The length of started groups, and the bias of those in batches (`length_bias.Lengths.report`)."""
@@ -308,16 +314,30 @@ class Executor:
         return min(self.max_concurrent - running, most - (accepted + running))
 
     def _fill(self) -> None:
-        v = self._version
-        while v is not None and not self._closed and not self._error and self._room(v) > 0:
-            if self._open:
-                prompt = self._open.popleft()
-            else:
-                prompt, self._next = self._next, self._next + 1
-            task = asyncio.create_task(self._group(prompt, v))
-            self._running[prompt] = (v, task)
-            self._lengths.begin(prompt, asyncio.get_running_loop().time())
-            task.add_done_callback(functools.partial(self._finish, prompt))
+        """Admits prompts while there is room, a few in a turn of the loop: answers that arrive need turns, too."""
+        if self._filling or self._version is None:
+            return
+        for _ in range(max(1, AT_ONCE // self.group_size)):
+            if self._closed or self._error or self._room(self._version) <= 0:
+                return
+            self._begin(self._version)
+        self._filling = True
+        asyncio.get_running_loop().call_soon(self._fill_on)
+
+    def _fill_on(self) -> None:
+        self._filling = False
+        self._fill()
+
+    def _begin(self, v: int) -> None:
+        """Starts the group of the next prompt, admitted at version v."""
+        if self._open:
+            prompt = self._open.popleft()
+        else:
+            prompt, self._next = self._next, self._next + 1
+        task = asyncio.create_task(self._group(prompt, v))
+        self._running[prompt] = (v, task)
+        self._lengths.begin(prompt, asyncio.get_running_loop().time())
+        task.add_done_callback(functools.partial(self._finish, prompt))
 
     async def _group(self, prompt: int, version: int) -> tuple[list[Sample], bool]:
         """The samples of a prompt's group, and whether they may be trained on."""

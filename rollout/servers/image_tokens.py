@@ -19,12 +19,13 @@ class TokensPrompt:
     """The tokens of a request.
 
     Attributes:
-      tokens: ids, for each image as many as it has features.
+      tokens: ids, for each image as many as it has features. A tuple of integers, once it is seen to hold nothing else,
+        is nothing that garbage collection visits; of lists it visits every entry each time.
       images: in the order of their tokens.
       image_token: the id that stands for a feature; None = of a model that reads text alone.
     """
 
-    tokens: Sequence[int]
+    tokens: tuple[int, ...]
     images: Sequence[Image] = ()
     image_token: int | None = None
 
@@ -42,12 +43,12 @@ class TokensPrompt:
         is_image = [token == self.image_token for token in self.tokens]
         return [i for i, here in enumerate(is_image) if here and not (i and is_image[i - 1])]
 
-    def short(self) -> list[int]:
+    def short(self) -> tuple[int, ...]:
         """The tokens with one for each image."""
         if not self.images:
-            return [*self.tokens] if {*map(type, self.tokens)} <= {int} else [int(token) for token in self.tokens]
+            return self.tokens
         starts = {*self._starts()}
-        return [int(t) for i, t in enumerate(self.tokens) if t != self.image_token or i in starts]
+        return tuple(t for i, t in enumerate(self.tokens) if t != self.image_token or i in starts)
 
     def data(self) -> list[str]:
         """The images as data URLs."""
