@@ -927,6 +927,8 @@ def test_addresses_with_passwords_are_refused_before_anything_is_written(place, 
         ({"colocated": True, "eta": 1}, "--colocated .* needs --eta 0, got 1"),
         ({"serve": INSIDE}, "got .*--serve.inside True beside --servers; leave out one"),
         ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
+        ({"push": Push(bucket="s3://a/b")}, "got s3://a/b without --stagers; start a stager with this --bucket"),
+        ({"push": Push(bucket="s3://k:secret@a/b")}, "--push.bucket: an address must have no user, password or query"),
     ],
 )
 def test_incompatible_serving_options_give_a_one_line_error(place, changes, words):

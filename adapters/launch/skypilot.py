@@ -13,7 +13,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import SHARED, Config, option, server_words
+from .config import SHARED, Config, option, server_words, stager_words
 from .host import PYTHON
 from .job import START_S
 from .places import Places, places
@@ -104,7 +104,7 @@ keep() {
     serve = shell.text(server_words(config, command, shell.HOST, shell.PORT), 6, VARIABLES)
     staging = f"""
     at=$(({PORTS + 3} + 2 * i))
-    keep "stager-$i" python -m areax.rollout.weights.stager --host "$node" --port "$at" --root "/dev/shm/areax/$i" &
+    keep "stager-$i" python {shlex.join(stager_words(command))} --host "$node" --port "$at" --root "/dev/shm/areax/$i" &
     kept+=($!)"""
     start = f"""kept=() beside=() urls=() stagers=()
 trap 'kill "${{kept[@]}}" "${{beside[@]}}" 2>/dev/null; wait' EXIT # however this script ends
