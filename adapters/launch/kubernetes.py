@@ -14,7 +14,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import SHARED, Config, option, server_words, stager_words
+from .config import SHARED, Config, server_words, staged, stager_words
 from .host import PYTHON
 
 COORDINATOR, SERVER, STAGER = 9876, 30000, 31000  # ports; each pod has an address of its own
@@ -41,7 +41,7 @@ def manifest(config: Config, command: list[str]) -> str:
     """
     options = config.kubernetes
     _check(config)
-    stage = config.servers > 0 and option(command, "--published") is None
+    stage = config.servers > 0 and staged(command, True)
     secret = _secret(config, stage)
     sources = [*([secret["metadata"]["name"]] if secret else []), *([options.secret] if options.secret else [])]
     script = _trainer_script(config, command, stage)

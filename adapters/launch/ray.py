@@ -17,7 +17,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import job
-from .config import Config, at, folder, joined, new_keys, option, server_words, stager_words, training_words
+from .config import Config, at, folder, joined, new_keys, option, server_words, staged, stager_words, training_words
 from .host import PYTHON, Gone, Host
 from .job import Part
 
@@ -75,7 +75,7 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
     environ: dict[str, str | None] = {**passed, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     if config.servers and not config.server.template:  # another server may have no key, or one of its own
         environ |= new_keys(keys.SERVER)
-    stage = option(command, "--published") is None and any(node != first[1] for _, node in places[config.processes :])
+    stage = config.servers > 0 and staged(command, any(node != first[1] for _, node in places[config.processes :]))
     if stage:
         environ |= new_keys(keys.STAGER)
     servers, stagers = [], []

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import SHARED, Config, option, server_words, stager_words
+from .config import SHARED, Config, server_words, staged, stager_words
 from .host import PYTHON
 from .job import START_S
 from .places import Places, places
@@ -45,7 +45,7 @@ def task(config: Config, command: list[str]) -> str:
     spelling.check("skypilot.accelerators", options.accelerators, spelling.ACCELERATORS)
     spelling.check("skypilot.shared", options.shared, spelling.BUCKET)
     place = places(config, _per_node(options.accelerators), "skypilot.accelerators")
-    stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
+    stage = config.servers > 0 and staged(command, place.first_node > 0)
     made: dict[str, Any] = {"name": "areax", "num_nodes": place.nodes, "workdir": "."}
     each = max(place.trainers, place.servers if config.servers else 0)
     made["resources"] = {"cpus": f"{config.cpus * each}+"}

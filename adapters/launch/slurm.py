@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import Config, option, server_words, stager_words
+from .config import Config, server_words, staged, stager_words
 from .host import PYTHON
 from .job import START_S
 from .places import Places, places
@@ -59,7 +59,7 @@ def script(config: Config, command: list[str]) -> str:
         "account": slurm.account, "output": "areax-%j.log", "open-mode": "append", "signal": f"B:TERM@{GRACE_S}",
     }  # fmt: skip
     head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
-    stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
+    stage = config.servers > 0 and staged(command, place.first_node > 0)
     # srun answers SIGTERM by killing its tasks; with --disable-status it passes on the first SIGINT. After `sbatch
     # --export=NONE` it would pass on no variables, and bash exports no PATH where it got none.
     devices = f" --gpus-per-node={gpus}" if gpus else ""
