@@ -115,8 +115,9 @@ class Bucket:
 
     async def listing(self, label: str) -> dict[str, Any] | None:
         """The listing of a version; None if there is none, or an incomplete one."""
+        content = await self.content(f"{label}/{LISTING}") or b"null"
         try:
-            found = json.loads(await self.content(f"{label}/{LISTING}") or b"null")
+            found = json.loads(content)
         except (ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
@@ -210,7 +211,7 @@ async def check_owner(url: str, run: str) -> None:
     """
     bucket = Bucket(url, OPTION)
     owner = await bucket.owner()
-    if not owner and await bucket.names():
+    if not owner and {*await bucket.names()} - {store.OWNER}:  # which another run may have written by now
         raise ValueError(
             f"{OPTION} {url}: must be empty or of the same run, got other objects; name another prefix, or empty it"
         )
@@ -251,7 +252,7 @@ class Uploads:
             before, self._before = self._before, None  # after a failure the next one is uploaded in full
             files = await asyncio.to_thread(listing.files_of, directory)
             found = await persistently(self._bucket.url, lambda: self._bucket.listing(label))
-            if not found or found["files"] != files:
+            if not found or found.get("files") != files:
                 await self._remove("rm_file", f"{label}/{LISTING}")
                 listed: dict[str, Any] = {"files": files, "base": "", "same": [], "delta": None}
                 if before and before[0].base == weights.base:
@@ -266,8 +267,10 @@ class Uploads:
                         await put("put_file", directory / name, f"{label}/{name}", size=entry["bytes"])
                 if delta := listed["delta"]:
                     path = self._folder / delta["name"]
-                    await put("put_file", path, f"{label}/{path.name}", size=delta["bytes"])
-                    path.unlink()
+                    try:
+                        await put("put_file", path, f"{label}/{path.name}", size=delta["bytes"])
+                    finally:
+                        path.unlink()
                 await put("pipe_file", f"{label}/{LISTING}", json.dumps(listed).encode())
             self._before = weights, files
 

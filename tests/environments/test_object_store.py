@@ -134,7 +134,8 @@ def test_versions_are_uploaded_once_and_reach_every_server(s3, server, place, we
                 one = published(place / "trainer", v, weights[v - 1], tower=weights[3])
                 report = await push_weights(fleet, one.directory, one.label)
                 assert len(report.loaded) == 3 and not report.failed
-                assert (report.stage_bytes < 60_000) == (v > 1)
+                if v < 3:  # later a delta is fetched only if it was faster, which on loopback it may not be
+                    assert (report.stage_bytes < 60_000) == (v == 2)
                 for i in range(3):
                     assert contents(place / str(i) / one.label) == contents(one.directory)
             puts = Counter({path: n for (method, path), n in asked.items() if method == "PUT"})
@@ -213,6 +214,9 @@ def test_a_bucket_that_cannot_be_used_is_refused_in_one_line(s3, server, case, w
     with pytest.raises(ValueError, match=words) as caught:
         run(lambda: object_store.check_owner("s3://none/a" if case == "no bucket" else URL, ""))
     assert "\n" not in str(caught.value)
+    if case == "wrong credentials":
+        with pytest.raises(ValueError, match="1-00000000/listing.json: access is denied"):
+            run(lambda: BucketSource(Bucket(URL, "--bucket"), "1-00000000").listing("", ""))
 
 
 def killed_while_it_fetches(root, own, begin, done):
