@@ -326,10 +326,10 @@ test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapte
 
 .PHONY: test-environments-more
 test-environments-more: export PYTHONPATH := $(CURDIR)/.dev
-test-environments-more: $(dev) $(more)/.done $(agentlightning)/.done $(sandboxes)/.done ## the same of inspect-ai, tinker-cookbook, agent-lightning, and of hosted sandboxes against doubles (installs them: 1 GB)
+test-environments-more: $(dev) $(more)/.done $(agentlightning)/.done $(sandboxes)/.done ## the same of inspect-ai, tinker-cookbook, agent-lightning, and of hosted sandboxes and object stores against doubles (installs them: 1 GB)
 	$(more)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_inspect_ai.py tests/environments/test_tinker_cookbook.py
 	$(agentlightning)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_agentlightning.py
-	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py
+	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py tests/environments/test_object_store.py
 
 # They borrow the packages of .venv, behind their own.
 alone = --no-deps --ignore-requires-python -r
@@ -357,7 +357,7 @@ $(more)/.done: tests/environments/more.txt tests/environments/tinker-cookbook.tx
 	@touch $@
 
 $(sandboxes)/.done: tests/environments/sandboxes.txt
-	@echo "installing the SDKs of E2B, Daytona and Modal into $(sandboxes): a minute, once"
+	@echo "installing the SDKs of E2B, Daytona, Modal and S3 into $(sandboxes): a minute, once"
 	@$(PYTHON) -m venv $(sandboxes)
 	@$(sandboxes)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(sandboxes)/bin/python $(purelib))/zz-borrowed.pth"

@@ -389,7 +389,10 @@ def launch(*options: str) -> int:
         raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
     launch.check_servers(config, command)
     urls = [f"http://127.0.0.1:{1 + i}" for i in range(config.servers)]  # in place of those that the command will get
-    _check([*command, "--servers", *urls] if urls else command, config.on == "local")
+    words = [*command, "--servers", *urls] if urls else command
+    if urls and config.on != "local" and launch.option(command, "--push.bucket"):
+        words += ["--stagers", *urls]
+    _check(words, config.on == "local")
     return launch.launch(config, command)
 
 

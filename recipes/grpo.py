@@ -55,6 +55,7 @@ from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
 from areax.rollout.processes import garbage
 from areax.rollout.scheduling.mixture import Mixture
+from areax.rollout.weights import object_store
 from areax.rollout.weights import store as versions
 from areax.rollout.workflows import resolve
 
@@ -195,6 +196,8 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
         versions.check_owner(Path(config.serving.published), common.run_id(config.out))
+    if config.serving.push.bucket:
+        asyncio.run(object_store.check_owner(config.serving.push.bucket, common.run_id(config.out)))
     rewards.check(config.reward)
     workflow_options = json_object("--workflow-options", config.rollout.workflow_options)
     resolve.check(config.rollout.workflow, workflow_options, config.rollout.agent)
@@ -301,7 +304,7 @@ async def train(
                     config.serving.servers, sync.path, serve,
                     log=Path(config.out) / "server.log", longest=config.training.length,
                     concurrency=config.rollout.max_concurrent * config.rollout.group_size,
-                    stagers=config.serving.stagers, handover=sync.handover, first=sync.first,
+                    stagers=config.serving.stagers, bucket=sync.bucket, handover=sync.handover, first=sync.first,
                     timeout_s=config.serving.completion_timeout_s,
                     experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
                     image_token=processor.token if processor else None,

@@ -24,6 +24,7 @@ from .servers.server import connect as connect_server
 
 if TYPE_CHECKING:
     from .weights.file_server import FileServer, Stager
+    from .weights.object_store import Uploads
 
 
 @contextlib.asynccontextmanager
@@ -36,6 +37,7 @@ async def connect(
     key_variable: str = keys.SERVER,
     restart: Restart | None = None,
     stagers: Sequence[str] = (),
+    bucket: Uploads | None = None,
     handover: Handover | None = None,
     timeouts: Timeouts = TIMEOUTS,
     experts_per_token: int = 0,
@@ -58,6 +60,7 @@ async def connect(
       restart: replaces a dead server's process; without it, a dead server is only waited for.
       stagers: for servers without access to the trainer's files, the addresses of their stagers (stager.py), in the
         same order. AREAX_STAGER_KEY must be the same here and there.
+      bucket: where stagers fetch versions from (`object_store.opened`); None = a file server of this process.
       handover: passes the arrays of a push to the servers (`tensors.handover`), which then read files only to recover
         from a failure.
       timeouts: how failures are detected and recovered from.
@@ -95,7 +98,7 @@ async def connect(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        staging = Staging(http, stack)
+        staging = Staging(http, stack, bucket)
 
         async def reach(url: str, stager: str, ready_s: float) -> Server:
             server = await connect_server(
@@ -132,20 +135,20 @@ async def connect(
 
 
 class Staging:
-    """Connections to stagers; the file server that they fetch from starts with the first."""
+    """Connections to stagers; without a bucket, the file server that they fetch from starts with the first."""
 
-    def __init__(self, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack):
+    def __init__(self, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack, bucket: Uploads | None):
         self._http, self._stack, self._starting = http, stack, asyncio.Lock()
-        self._here: FileServer | None = None
+        self._source: FileServer | Uploads | None = bucket
 
     async def at(self, url: str, *, ready_s: float) -> Stager:
         """The stager at an address; raises as `connect`."""
         from .weights import file_server  # imports a web server, which only fleets with stagers need
 
         async with self._starting:
-            if self._here is None:
-                self._here = await self._stack.enter_async_context(file_server.serve(http_process.towards(url)))
-        stager = file_server.Stager(url, self._http, self._here)
+            if self._source is None:
+                self._source = await self._stack.enter_async_context(file_server.serve(http_process.towards(url)))
+        stager = file_server.Stager(url, self._http, self._source)
         await stager.check(timeout_s=ready_s)
         return stager
 

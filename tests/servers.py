@@ -138,9 +138,9 @@ def command(*words, **environment):
             process.terminate()
 
 
-def stager(root, **environment):
+def stager(root, *options, **environment):
     """Yields the address of a stager process that keeps versions in `root`."""
-    return command("areax.rollout.weights.stager", "--root", root, **environment)
+    return command("areax.rollout.weights.stager", "--root", root, *options, **environment)
 
 
 SERVE = str(HERE / "sglang_cpu" / "serve.py")

@@ -167,6 +167,16 @@ def environment(folder):
     return {**kept, **jobs.settings(1), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
 
 
+@pytest.mark.parametrize("on, more", [("slurm", []), ("skypilot", []), ("kubernetes", ["--kubernetes.image", "a:1"])])
+def test_stagers_get_the_bucket_of_the_command(capsys, on, more):
+    """Also where they would not be needed without one."""
+    command = ["train", "grpo", "--model", "m", "--data", "d", "--reward", "r:f", "--push.bucket", "s3://a/b"]
+    assert cli.main(["launch", "--on", on, *more, "--servers", "2", "--", *command, "--published", "/shared"]) == 0
+    said = capsys.readouterr().out
+    said = " ".join(said.replace("\\", " ").split())
+    assert "areax.rollout.weights.stager --bucket s3://a/b --host" in said and "--stagers" in said
+
+
 def stand_in(data, folder):
     return f"python {data / 'server.py'} {folder} {{host}} {{port}}"
 

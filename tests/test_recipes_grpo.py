@@ -54,7 +54,7 @@ from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.scheduling.episodes import sampling_seed
 from areax.rollout.servers import local
 from areax.rollout.servers.engine_mesh import EngineMesh
-from areax.rollout.servers.labels import label_of
+from areax.rollout.servers.labels import label_of, read_label
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
@@ -907,6 +907,26 @@ def test_a_run_with_keys_leaves_no_trace_of_them(place, tmp_path, monkeypatch, c
         assert b"very-secret" not in path.read_bytes(), path
 
 
+@pytest.mark.long
+def test_a_run_by_a_bucket_is_the_same_when_it_is_resumed(place, first, tmp_path):
+    """The bucket has the versions that the folder has, and what a killed process left there goes."""
+    bucket, folder = tmp_path / "bucket", tmp_path / "versions"
+    with servers.stager(tmp_path / "staged", "--bucket", f"file://{bucket}") as at:
+        own = dict(stagers=(at,), push=Push(bucket=f"file://{bucket}"), published=str(folder), save_every=1)
+        for steps in (1, 3):
+            done = grpo.main(config(place, "bucket", steps=steps, **own))
+            (bucket / "9-00000000").mkdir(exist_ok=True)
+            (bucket / "9-00000000/model.safetensors").touch()
+        assert done["complete"] and done["max_logp_diff"] <= 1e-4
+        for a, b in zip(leaves(place / "first/model"), leaves(place / "bucket/model"), strict=True):
+            np.testing.assert_array_equal(a, b)
+        kept = {read_label(path / "manifest.json") for path in folder.iterdir() if path.is_dir()}
+        assert {path.name for path in bucket.iterdir()} == {*kept, "run", "9-00000000"} and len(kept) == 2
+        with pytest.raises(ValueError, match="--push.bucket file://.*: holds versions of another run"):
+            grpo.main(config(place, "another", **own | {"published": ""}))
+    assert not (place / "another").exists()
+
+
 def test_addresses_with_passwords_are_refused_before_anything_is_written(place, tmp_path, capfd):
     words = ["train", "grpo", "--model", place / "model", "--data", place / "rows.jsonl", "--reward", "x:y"]
     words += ["--out", tmp_path / "run"]
@@ -927,6 +947,8 @@ def test_addresses_with_passwords_are_refused_before_anything_is_written(place, 
         ({"colocated": True, "eta": 1}, "--colocated .* needs --eta 0, got 1"),
         ({"serve": INSIDE}, "got .*--serve.inside True beside --servers; leave out one"),
         ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
+        ({"push": Push(bucket="s3://a/b")}, "got s3://a/b without --stagers; start a stager with this --bucket"),
+        ({"push": Push(bucket="s3://k:secret@a/b")}, "--push.bucket: an address must have no user, password or query"),
     ],
 )
 def test_incompatible_serving_options_give_a_one_line_error(place, changes, words):

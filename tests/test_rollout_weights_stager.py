@@ -5,7 +5,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,41 +14,26 @@ import aiohttp
 import numpy as np
 import pytest
 import scripted
+import staging
 from scripted import V0, controls, run, serving, states, until
+from staging import KEY, contents, process, published
 
 from areax.rollout import client
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.labels import read_label
 from areax.rollout.servers.types import Published
-from areax.rollout.weights import file_server, stager
-
-KEY = "a key of the fleet"
+from areax.rollout.weights import fetch, file_server, http_source, listing
 
 
-def published(root, v, weights):
-    """A directory as `write_published` leaves one, with these bytes for tensors."""
-    path = root / str(v)
-    path.mkdir()
-    (path / "model.safetensors").write_bytes(weights)
-    (path / "config.json").write_text('{"model_type": "any"}')
-    (path / "manifest.json").write_text(json.dumps({"version": v, "first": weights[:8].hex()}))
-    return Published(str(path), read_label(path / "manifest.json"))
-
-
-def contents(path):
-    return {file.name: file.read_bytes() for file in Path(path).iterdir()}
+async def fetched(root, label, url, key, speeds=None):
+    """What `fetch_version` reports of a version of a file server."""
+    async with http_source.opened(url, key, label) as source:
+        return await fetch.fetch_version(root, label, source, speeds)
 
 
 @pytest.fixture
 def weights():
-    """Three versions that differ in a few bytes, and an unrelated one."""
-    rng = np.random.default_rng(0)
-    made = [rng.bytes(3_000_000)]
-    for _ in range(2):
-        now = np.frombuffer(made[-1], np.uint8).copy()
-        now[rng.integers(0, now.size, 9_000)] ^= 1
-        made.append(now.tobytes())
-    return [*made, rng.bytes(3_000_000)]
+    return staging.similar()
 
 
 @pytest.fixture
@@ -66,9 +50,9 @@ def test_versions_arrive_intact_and_later_ones_as_deltas(place, weights):
             for v, data in enumerate(weights):
                 one = published(place / "trainer", v, data)
                 here.offer(one)
-                said.append(await stager.fetch_version(place / "server", one.label, here.url, here.key))
+                said.append(await fetched(place / "server", one.label, here.url, here.key))
                 assert contents(said[-1]["path"]) == contents(one.directory)
-                again = await stager.fetch_version(place / "server", one.label, here.url, here.key)
+                again = await fetched(place / "server", one.label, here.url, here.key)
                 assert again["bytes"] == 0 and again["path"] == said[-1]["path"]
             assert [one["delta"] for one in said] == [False, True, True, False]  # a delta of the last would not pay
             assert max(said[1]["bytes"], said[2]["bytes"]) < 0.1 * said[0]["bytes"] and said[3]["bytes"] > 3_000_000
@@ -79,7 +63,7 @@ def test_versions_arrive_intact_and_later_ones_as_deltas(place, weights):
             one = Published(str(place / "trainer/0"), read_label(place / "trainer/0/manifest.json"))
             here._listings.clear()
             here.offer(one)
-            assert contents((await stager.fetch_version(place / "server", one.label, here.url, here.key))["path"])
+            assert contents((await fetched(place / "server", one.label, here.url, here.key))["path"])
             assert sorted(name[0] for name in os.listdir(place / "server")) == ["0", "3"]
 
     run(main)
@@ -93,7 +77,7 @@ def test_deltas_are_not_used_over_a_connection_faster_than_applying_them(place, 
                 speeds |= told
                 one = published(place / "trainer", v, weights[v % 3])
                 here.offer(one)
-                said = await stager.fetch_version(place / "server", one.label, here.url, here.key, speeds)
+                said = await fetched(place / "server", one.label, here.url, here.key, speeds)
                 ways.append(said["delta"])
                 assert contents(said["path"]) == contents(one.directory)
             assert ways == [False, True, False, True] and speeds["delta"] > 100  # as measured
@@ -115,7 +99,7 @@ def test_files_that_do_not_change_are_not_fetched_again(place, weights, v, way):
                 if at == 2:  # the copy here was damaged
                     (Path(said[-1]["path"]) / "tower.safetensors").write_bytes(tower[:-1] + b"x")
                 here.offer(one)
-                said.append(await stager.fetch_version(place / "server", one.label, here.url, here.key))
+                said.append(await fetched(place / "server", one.label, here.url, here.key))
                 assert contents(said[-1]["path"]) == contents(one.directory)
             assert said[0]["bytes"] > 8_000_000 and said[1]["bytes"] < 4_000_000 and said[2]["bytes"] > 5_000_000
             assert said[1]["delta"] == (way == "delta") == (said[1]["bytes"] < 300_000)
@@ -162,14 +146,14 @@ async def between(here, cut=(), damage=()):
 
 
 def test_an_interrupted_transfer_resumes_where_it_stopped(place, weights, monkeypatch):
-    monkeypatch.setattr(stager, "PAUSE_S", 0.01)
+    monkeypatch.setattr(fetch, "PAUSE_S", 0.01)
 
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             one = published(place / "trainer", 1, weights[0])
             here.offer(one)
             async with between(here, cut=[1_000_000, 0, 500_000, None]) as (url, asked):
-                said = await stager.fetch_version(place / "server", one.label, url, here.key)
+                said = await fetched(place / "server", one.label, url, here.key)
             assert contents(said["path"]) == contents(one.directory)
             ranges = [asked_for for path, asked_for in asked if path.endswith(".safetensors")]
             assert ranges == [None, "bytes=1000000-", "bytes=1000000-", "bytes=1500000-"]
@@ -182,14 +166,14 @@ def test_an_interrupted_transfer_resumes_where_it_stopped(place, weights, monkey
             (part / "model.safetensors").write_bytes(weights[1][:2_000_000])
             here._versions.pop(one.label)  # no delta
             here.offer(two)
-            said = await stager.fetch_version(place / "server", two.label, here.url, here.key)
+            said = await fetched(place / "server", two.label, here.url, here.key)
             assert said["resumed"] == 2_000_000 and contents(said["path"]) == contents(two.directory)
 
     run(main)
 
 
 def test_the_stager_gives_up_on_an_unreachable_file_server(place, weights, monkeypatch):
-    monkeypatch.setattr(stager, "PAUSE_S", 0.001)
+    monkeypatch.setattr(fetch, "PAUSE_S", 0.001)
 
     async def main():
         async with file_server.serve("127.0.0.1") as here:
@@ -197,9 +181,9 @@ def test_the_stager_gives_up_on_an_unreachable_file_server(place, weights, monke
             here.offer(one)
             async with between(here, cut=[0] * 99) as (url, _):
                 with pytest.raises(RuntimeError, match="5 attempts in a row without progress; the last: ClientPayload"):
-                    await stager.fetch_version(place / "server", one.label, url, here.key)
+                    await fetched(place / "server", one.label, url, here.key)
             with pytest.raises(RuntimeError, match="5 attempts in a row without progress; the last: ClientConnector"):
-                await stager.fetch_version(place / "server", one.label, url, here.key)
+                await fetched(place / "server", one.label, url, here.key)
             assert [name for name in os.listdir(place / "server") if not name.startswith(".")] == []
 
     run(main)
@@ -211,17 +195,17 @@ def test_a_damaged_file_is_fetched_again(place, weights):
             one, two = (published(place / "trainer", v, weights[v]) for v in (0, 1))
             here.offer(one)
             async with between(here, damage=[99]) as (url, _):
-                said = await stager.fetch_version(place / "server", one.label, url, here.key)
+                said = await fetched(place / "server", one.label, url, here.key)
             assert contents(said["path"]) == contents(one.directory) and said["bytes"] > 6_000_000
             here.offer(two)
             async with between(here, damage=[99, 99]) as (url, _):  # the delta, twice: fetches the whole
-                said = await stager.fetch_version(place / "server", two.label, url, here.key)
+                said = await fetched(place / "server", two.label, url, here.key)
             assert not said["delta"] and contents(said["path"]) == contents(two.directory)
             three = published(place / "trainer", 3, weights[3])
             here.offer(three)
             async with between(here, damage=[99, 99]) as (url, _):
                 with pytest.raises(RuntimeError, match="model.safetensors: arrived damaged twice"):
-                    await stager.fetch_version(place / "server", three.label, url, here.key)
+                    await fetched(place / "server", three.label, url, here.key)
 
     run(main)
 
@@ -231,11 +215,11 @@ def test_a_delta_on_a_damaged_base_is_not_used(place, weights):
         async with file_server.serve("127.0.0.1") as here:
             one, two = (published(place / "trainer", v, weights[v]) for v in (0, 1))
             here.offer(one)
-            path = (await stager.fetch_version(place / "server", one.label, here.url, here.key))["path"]
+            path = (await fetched(place / "server", one.label, here.url, here.key))["path"]
             with open(f"{path}/model.safetensors", "r+b") as file:
                 file.write(b"rot")
             here.offer(two)
-            said = await stager.fetch_version(place / "server", two.label, here.url, here.key)
+            said = await fetched(place / "server", two.label, here.url, here.key)
             assert not said["delta"] and contents(said["path"]) == contents(two.directory)
 
     run(main)
@@ -260,39 +244,39 @@ def test_a_full_disk_leaves_nothing_behind(place, weights, monkeypatch):
             one = published(place / "trainer", 1, weights[0])
             here.offer(one)
             with monkeypatch.context() as patch:
-                patch.setattr(stager, "open", Full, raising=False)
+                patch.setattr(http_source, "open", Full, raising=False)
                 with pytest.raises(OSError, match="No space left"):
-                    await stager.fetch_version(place / "server", one.label, here.url, here.key)
+                    await fetched(place / "server", one.label, here.url, here.key)
             assert os.listdir(place / "server") == []
-            await stager.fetch_version(place / "server", one.label, here.url, here.key)
+            await fetched(place / "server", one.label, here.url, here.key)
 
     run(main)
 
 
 def test_answers_of_the_file_server_are_verified(place, weights):
     one = published(place / "trainer", 1, weights[0])
-    good = file_server.listing(place / "trainer/1")
+    good = listing.files_of(place / "trainer/1")
 
-    async def fetch(here, label, listing=None, key=None):
-        here._listings[label] = listing
-        if listing is None:
+    async def ask(here, label, files=None, key=None):
+        here._listings[label] = files
+        if files is None:
             del here._listings[label]
-        await stager.fetch_version(place / "server", label, here.url, key or here.key)
+        await fetched(place / "server", label, here.url, key or here.key)
 
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             here.offer(one)
             with pytest.raises(ValueError, match="HTTP 401: the key is missing or wrong"):
-                await fetch(here, one.label, key="another")
+                await ask(here, one.label, key="another")
             with pytest.raises(ValueError, match="HTTP 404: no version 7-00000000 here"):
-                await fetch(here, "7-00000000")
+                await ask(here, "7-00000000")
             here.offer(Published(one.directory, "1-00000000"))
             with pytest.raises(RuntimeError, match="1-00000000 is the name of another manifest"):
-                await fetch(here, "1-00000000")
+                await ask(here, "1-00000000")
             with pytest.raises(RuntimeError, match="must name files without folders"):
-                await fetch(here, one.label, good | {"../x": good["config.json"]})
+                await ask(here, one.label, good | {"../x": good["config.json"]})
             with pytest.raises(RuntimeError, match="is malformed"):
-                await fetch(here, one.label, {"config.json": good["config.json"]})
+                await ask(here, one.label, {"config.json": good["config.json"]})
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {here.key}"}) as http:
                 for name in ("../secret", "%2e%2e%2fsecret", "other"):
                     async with http.get(f"{here.url}/{one.label}/{name}") as reply:
@@ -303,13 +287,13 @@ def test_answers_of_the_file_server_are_verified(place, weights):
             (place / "trainer/1").rmdir()
             here.offer(published(place / "trainer", 2, weights[0]))
             with pytest.raises(ValueError, match="HTTP 404"):
-                await fetch(here, one.label)
+                await ask(here, one.label)
 
     run(main)
 
 
 def test_a_file_server_that_is_busy_is_asked_again_and_junk_names_it(place, monkeypatch):
-    monkeypatch.setattr(stager, "PAUSE_S", 0.01)
+    monkeypatch.setattr(fetch, "PAUSE_S", 0.01)
     said = [(429, b"busy"), (503, b"busy"), (200, b'{"files": ' + b"9" * 5000 + b"}")]
 
     async def answer(request):
@@ -319,24 +303,10 @@ def test_a_file_server_that_is_busy_is_asked_again_and_junk_names_it(place, monk
     async def main():
         async with scripted.answering(answer) as url:
             with pytest.raises(RuntimeError, match=f"^{url}/1-00000000: not the answer of a file server .Exceeds the"):
-                await stager.fetch_version(place / "server", "1-00000000", url, "k")
+                await fetched(place / "server", "1-00000000", url, "k")
 
     run(main)
     assert not said
-
-
-@contextlib.contextmanager
-def process(root, key=KEY, port=0):
-    command = [sys.executable, "-m", "areax.rollout.weights.stager", "--root", str(root), "--port", str(port)]
-    environment = {name: value for name, value in os.environ.items() if name != file_server.KEY}
-    environment |= {file_server.KEY: key} if key else {}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as own:
-        try:
-            found = re.match(r"(http://\S+) stages versions in ", own.stdout.readline())
-            yield found and found.group(1), own
-        finally:
-            own.send_signal(signal.SIGTERM)
-            own.communicate(timeout=20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -402,6 +372,7 @@ def test_a_stager_refuses_wrong_keys_and_malformed_requests(place, monkeypatch):
                     (ask, {}, 401, "AREAX_STAGER_KEY"),
                     (ask | {"label": "../../etc"}, right, 400, "a label must be"),
                     (ask | {"source": "file:///etc/passwd"}, right, 400, "the source must be"),
+                    (ask | {"source": "s3://bucket/prefix"}, right, 400, "for a bucket start it with --bucket"),
                     ({}, right, 400, "the body must be an object"),
                     ([], right, 400, "the body must be a JSON object"),
                 ):
@@ -462,7 +433,7 @@ def test_invalid_addresses_and_options(place):
 
 
 def test_a_listing_may_arrive_late_and_in_parts_but_from_nowhere_else(monkeypatch):
-    monkeypatch.setattr(stager, "PAUSE_S", 0.01)
+    monkeypatch.setattr(fetch, "PAUSE_S", 0.01)
     content, asked = {"files": {f"file-{i}": {"bytes": i} for i in range(100)}}, []
 
     async def parts(request):
@@ -481,10 +452,10 @@ def test_a_listing_may_arrive_late_and_in_parts_but_from_nowhere_else(monkeypatc
 
     async def main():
         async with scripted.answering(parts) as url, aiohttp.ClientSession() as http:
-            fetch = stager._Fetch(http, f"{url}/1-00000000", {})
-            fetched = await fetch.listing("")
+            source = http_source.HTTPSource(http, f"{url}/1-00000000")
+            found = await fetch.persistently(url, lambda: source.listing("", ""))
             with pytest.raises(ValueError, match=r"HTTP 302: redirects to 'http://127.0.0.2/elsewhere', which is not"):
-                await fetch.listing("")
-        return fetched
+                await source.listing("", "")
+        return found
 
     assert asyncio.run(main()) == content and len(asked) == 4

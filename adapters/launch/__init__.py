@@ -7,11 +7,11 @@ handles their exits; slurm.py, kubernetes.py and skypilot.py write what others s
 from __future__ import annotations
 
 from . import devices, job, kubernetes, ray, skypilot, slurm
-from .config import Config, check_servers, folder, joined, server_words, training_words
+from .config import Config, check_servers, folder, joined, option, server_words, training_words
 from .host import Host
 from .job import Part
 
-__all__ = ["Config", "check_servers", "launch"]
+__all__ = ["Config", "check_servers", "launch", "option"]
 
 
 def launch(config: Config, command: list[str]) -> int:

@@ -301,6 +301,17 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
     ]  # fmt: skip
 
 
+def staged(command: Sequence[str], apart: bool) -> bool:
+    """Whether servers get stagers: for a bucket, or if some are `apart` from the trainers, without a shared folder."""
+    return option(command, "--push.bucket") is not None or (apart and option(command, "--published") is None)
+
+
+def stager_words(command: Sequence[str]) -> list[str]:
+    """The program of a stager, and where it fetches from if the command has versions uploaded to a bucket."""
+    bucket = option(command, "--push.bucket")
+    return ["-m", "areax.rollout.weights.stager", *(["--bucket", bucket] if bucket else [])]
+
+
 def training_words(command: list[str], servers: Sequence[str], stagers: Sequence[str] = ()) -> list[str]:
     """The command of a trainer process, with the addresses of its servers and stagers."""
     addresses = ["--servers", *servers] if servers else []

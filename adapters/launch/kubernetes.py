@@ -14,7 +14,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import SHARED, Config, option, server_words
+from .config import SHARED, Config, server_words, staged, stager_words
 from .host import PYTHON
 
 COORDINATOR, SERVER, STAGER = 9876, 30000, 31000  # ports; each pod has an address of its own
@@ -41,7 +41,7 @@ def manifest(config: Config, command: list[str]) -> str:
     """
     options = config.kubernetes
     _check(config)
-    stage = config.servers > 0 and option(command, "--published") is None
+    stage = config.servers > 0 and staged(command, True)
     secret = _secret(config, stage)
     sources = [*([secret["metadata"]["name"]] if secret else []), *([options.secret] if options.secret else [])]
     script = _trainer_script(config, command, stage)
@@ -201,7 +201,7 @@ def _servers(config: Config, command: list[str], stage: bool, sources: list[str]
     image = config.kubernetes.server_image
     containers = [_container(config, "server", serve, sources, image, config.server_devices)]
     if stage:
-        words = [PYTHON, "-m", "areax.rollout.weights.stager", "--host", shell.HOST, "--port", shell.PORT]
+        words = [PYTHON, *stager_words(command), "--host", shell.HOST, "--port", shell.PORT]
         containers.append(
             _container(config, "stager", run("stager", STAGER, [*words, "--root", "/dev/shm/areax"]), sources, "", 0)
         )

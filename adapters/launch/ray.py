@@ -17,7 +17,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import job
-from .config import Config, at, folder, joined, new_keys, option, server_words, training_words
+from .config import Config, at, folder, joined, new_keys, option, server_words, staged, stager_words, training_words
 from .host import PYTHON, Gone, Host
 from .job import Part
 
@@ -75,7 +75,7 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
     environ: dict[str, str | None] = {**passed, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     if config.servers and not config.server.template:  # another server may have no key, or one of its own
         environ |= new_keys(keys.SERVER)
-    stage = option(command, "--published") is None and any(node != first[1] for _, node in places[config.processes :])
+    stage = config.servers > 0 and staged(command, any(node != first[1] for _, node in places[config.processes :]))
     if stage:
         environ |= new_keys(keys.STAGER)
     servers, stagers = [], []
@@ -86,17 +86,7 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
         servers.append(Part(f"server {i}", host, words, environ, log, where, url))
         if stage:
             root = host.scratch(option(command, "--model") or "")
-            words = [
-                PYTHON,
-                "-m",
-                "areax.rollout.weights.stager",
-                "--host",
-                address,
-                "--port",
-                str(stager_port),
-                "--root",
-                root,
-            ]
+            words = [PYTHON, *stager_words(command), "--host", address, "--port", str(stager_port), "--root", root]
             log, url = str(logs / f"stager-{i}.log"), f"http://{at(address, stager_port)}"
             stagers.append(Part(f"stager {i}", host, words, environ, log, where, url))
     words = training_words(command, [part.url for part in servers], [part.url for part in stagers])

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import SHARED, Config, option, server_words
+from .config import SHARED, Config, server_words, staged, stager_words
 from .host import PYTHON
 from .job import START_S
 from .places import Places, places
@@ -45,7 +45,7 @@ def task(config: Config, command: list[str]) -> str:
     spelling.check("skypilot.accelerators", options.accelerators, spelling.ACCELERATORS)
     spelling.check("skypilot.shared", options.shared, spelling.BUCKET)
     place = places(config, _per_node(options.accelerators), "skypilot.accelerators")
-    stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
+    stage = config.servers > 0 and staged(command, place.first_node > 0)
     made: dict[str, Any] = {"name": "areax", "num_nodes": place.nodes, "workdir": "."}
     each = max(place.trainers, place.servers if config.servers else 0)
     made["resources"] = {"cpus": f"{config.cpus * each}+"}
@@ -104,7 +104,7 @@ keep() {
     serve = shell.text(server_words(config, command, shell.HOST, shell.PORT), 6, VARIABLES)
     staging = f"""
     at=$(({PORTS + 3} + 2 * i))
-    keep "stager-$i" python -m areax.rollout.weights.stager --host "$node" --port "$at" --root "/dev/shm/areax/$i" &
+    keep "stager-$i" python {shlex.join(stager_words(command))} --host "$node" --port "$at" --root "/dev/shm/areax/$i" &
     kept+=($!)"""
     start = f"""kept=() beside=() urls=() stagers=()
 trap 'kill "${{kept[@]}}" "${{beside[@]}}" 2>/dev/null; wait' EXIT # however this script ends

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...rollout.processes import keys
 from . import shell, spelling
-from .config import Config, option, server_words
+from .config import Config, server_words, staged, stager_words
 from .host import PYTHON
 from .job import START_S
 from .places import Places, places
@@ -59,7 +59,7 @@ def script(config: Config, command: list[str]) -> str:
         "account": slurm.account, "output": "areax-%j.log", "open-mode": "append", "signal": f"B:TERM@{GRACE_S}",
     }  # fmt: skip
     head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
-    stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
+    stage = config.servers > 0 and staged(command, place.first_node > 0)
     # srun answers SIGTERM by killing its tasks; with --disable-status it passes on the first SIGINT. After `sbatch
     # --export=NONE` it would pass on no variables, and bash exports no PATH where it got none.
     devices = f" --gpus-per-node={gpus}" if gpus else ""
@@ -109,13 +109,13 @@ keep() {
   echo "areax: $name on $node has failed four times" >&2
   last "$name"
 }"""
-    staging = """
+    staging = f"""
   at=$((port + 2 * i + 2)) # its stager, which fetches new weights
-  keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "${addresses[on]}" \\
+  keep "stager-$i" "$node" "$python" {shlex.join(stager_words(command))} --host "${{addresses[on]}}" \\
     --port "$at" --root "$stage-$i" &
   kept+=($!)
   stagers+=("http://$node:$at")
-  name_at[${stagers[-1]}]=stager-$i"""
+  name_at[${{stagers[-1]}}]=stager-$i"""
     start = f"""kept=() urls=() stagers=()
 declare -A name_at
 for i in $(seq 0 {config.servers - 1}); do

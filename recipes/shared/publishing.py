@@ -28,7 +28,7 @@ from areax.rollout.servers.labels import label_of, read_label
 from areax.rollout.servers.server import Handover
 from areax.rollout.servers.types import Probe
 from areax.rollout.weights import lora as named
-from areax.rollout.weights import store, tensors
+from areax.rollout.weights import object_store, store, tensors
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class WeightSync:
       first: label and weights that a server inside this process begins with.
       policy: whose weights such a server gets; None = servers get what is written.
       handover: gives servers the weights of a push without files.
+      bucket: where versions are uploaded to, for stagers.
       dtype: of what such a server gets, as `dtype` says.
     """
 
@@ -63,6 +64,7 @@ class WeightSync:
     first: Callable[[], tuple[str, in_process.Weights]] | None = None
     policy: Learner | None = None
     handover: Handover | None = None
+    bucket: object_store.Uploads | None = None
     dtype: str | None = None
 
 
@@ -86,9 +88,11 @@ async def opened(
     with folder(options.published, policy, run, start) as root:
         path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
         write = writer(policy, root, tokens, adapters, dtype, written={path})
-        yield WeightSync(
-            settings, options.push, run_on_all, path, root, write, adapters, handover=handover(options.push, settings)
-        )
+        async with uploads(options, run) as there:
+            yield WeightSync(
+                settings, options.push, run_on_all, path, root, write, adapters,
+                handover=handover(options.push, settings), bucket=there,
+            )  # fmt: skip
 
 
 def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int], v: int) -> loop.Push:
@@ -123,6 +127,8 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
             arrays=host if sync.handover else None, probe=known,
         )  # fmt: skip
         await asyncio.to_thread(store.prune, root, 2, fleet.labels)
+        if sync.bucket:
+            await sync.bucket.prune()
 
     return push
 
@@ -144,6 +150,12 @@ def handover(options: Push, settings) -> Handover | None:
     from areax.adapters import torch
 
     return tensors.handover(functools.partial(torch.messages, settings))
+
+
+def uploads(options: Serving, run: str) -> contextlib.AbstractAsyncContextManager[object_store.Uploads | None]:
+    """The bucket of `--push.bucket`, which keeps versions after the run if `--published` does; None without one."""
+    url = options.push.bucket
+    return object_store.opened(url, run, keep=bool(options.published)) if url else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from areax.rollout.processes import keys, memory
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
+from areax.rollout.weights import object_store
 from areax.rollout.workflows import agents, resolve
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the servers that are started here
@@ -356,6 +357,13 @@ def _server_conflicts(config: Any) -> Iterator[str]:
             f"--stagers must name one stager per server, in the order of --servers, got {len(serving.stagers)} for "
             f"{len(serving.servers)}"
         )
+    if serving.push.bucket:
+        object_store.check_url(serving.push.bucket, object_store.OPTION)
+        if not (serving.stagers or any(map(members.is_list, serving.servers))):
+            yield (
+                f"--push.bucket is where stagers fetch versions, got {serving.push.bucket} without --stagers; start a "
+                "stager with this --bucket next to each server (docs/servers.md), or leave it out"
+            )
     if serving.push.way == "tensors" and (serving.stagers or not serving.servers):
         yield (
             "--push.way tensors is for SGLang servers at --servers, without --stagers, got "

@@ -42,6 +42,8 @@ class Push:
         (`adapter`), or the merged model (`merged`); `auto` = adapters if the servers can load them.
       way: servers read files from the published directory (`disk`), or SGLang receives tensors over HTTP (`tensors`;
         whole models only).
+      bucket: folder of an object store, such as s3://BUCKET/PREFIX, where each version is uploaded once and all stagers
+        fetch it (docs/servers.md); "" = they fetch from this process.
       tolerance: largest mean absolute difference, in nats per token, between a server's and the trainer's
         log-probabilities of a known prompt; a server beyond it does not have the weights. 0 = do not compare.
     """
@@ -50,6 +52,7 @@ class Push:
     parallel_servers: int = 0
     lora: Literal["auto", "adapter", "merged"] = "auto"
     way: Literal["disk", "tensors"] = "disk"
+    bucket: str = ""
     tolerance: float = 0.2
 
     def __post_init__(self):

@@ -1,7 +1,6 @@
 """Serves published versions over HTTP to stagers on machines without access to the trainer's files (stager.py).
 
-    GET /LABEL?held=LABEL&base=LABEL -> {
-        "files": {name: {"bytes", "xxh3_128"}}, "same": [name, ...], "delta": null or {"name", "bytes", "xxh3_128"}}
+    GET /LABEL?held=LABEL&base=LABEL -> its listing (listing.py)
     GET /LABEL/NAME -> the bytes of a file, or of the delta in the listing; ranges are supported
 
 "same" are the files that do not differ from those of `held`. A delta from `base` of the other tensors' files is offered
@@ -15,26 +14,24 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import logging
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp.web
-import xxhash
 
 from ..errors import ServerError
 from ..processes import folders, http_process, keys
 from ..processes import http_limits as limits
 from ..servers.endpoint import Endpoint
 from ..servers.types import Published, Staged
-from . import delta, store
+from . import listing, store
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .object_store import Uploads
 
 KEY = keys.STAGER
-PAYS = 0.5  # largest size of a useful delta, as a share of its files' bytes
 CHUNK = 8 << 20
 STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, and the server keeps serving
 
@@ -122,13 +119,18 @@ class FileServer:
             if made := self._deltas.pop(pair):
                 (self._folder / made["name"]).unlink(missing_ok=True)
 
+    async def offered(self, weights: Published) -> dict[str, str]:
+        """Serves this version from now on; returns where stagers find it."""
+        self.offer(weights)
+        return {"source": self.url, "source_key": self.key}
+
     async def _listing(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         label = self._allowed(request)
         held, base = request.query.get("held", ""), request.query.get("base", "")
         async with self._working:  # concurrent requests share one computation
             try:
                 if label not in self._listings:
-                    self._listings[label] = await asyncio.to_thread(listing, self._versions[label])
+                    self._listings[label] = await asyncio.to_thread(listing.files_of, self._versions[label])
                 if base in self._versions and (label, base) not in self._deltas:
                     self._deltas[label, base] = await asyncio.to_thread(self._difference, label, base)
             except FileNotFoundError as error:
@@ -160,35 +162,22 @@ class FileServer:
 
     def _same(self, label: str, other: str) -> list[str]:
         """The files of a version that do not differ from those of another one, which was listed before."""
-        theirs = self._listings.get(other, {})
-        return [name for name, entry in self._listings[label].items() if theirs.get(name) == entry]
+        return listing.same(self._listings[label], self._listings.get(other, {}))
 
     def _difference(self, label: str, base: str) -> dict | None:
-        """Makes a delta and returns its entry in the listing; None if there is none of a useful size."""
-        new, old = self._versions[label], self._versions[base]
-        same = self._same(label, base)
-        names = sorted(path.name for path in new.glob("*.safetensors") if path.name not in same)
-        name = f"{label}-from-{base}.delta"
-        try:
-            size = delta.write(self._folder / name, old, new, names, (base, label))
-        except (ValueError, OSError) as error:  # another size, a base just removed, a full disk: sends all of it
-            log.warning("no delta from %s to %s: %s", base, label, error)
-            size = None
-        if size is None or size > PAYS * sum((new / file).stat().st_size for file in names):
-            (self._folder / name).unlink(missing_ok=True)
-            return None
-        return {"name": name, **described(self._folder / name)}
+        new, old = (label, self._versions[label]), (base, self._versions[base])
+        return listing.make_delta(self._folder, new, old, self._same(label, base))
 
 
 class Stager:
     """The client of a stager, which fetches versions for a server without access to the trainer's files."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, file_server: FileServer):
-        self._there, self._file_server = Endpoint(url, http, key_variable=KEY), file_server
+    def __init__(self, url: str, http: aiohttp.ClientSession, source: FileServer | Uploads):
+        self._there, self._source = Endpoint(url, http, key_variable=KEY), source
 
     def at(self, url: str) -> Stager:
-        """A client of the stager at another address, which fetches from the same file server."""
-        return Stager(url, self._there.http, self._file_server)
+        """A client of the stager at another address, which fetches from the same source."""
+        return Stager(url, self._there.http, self._source)
 
     async def check(self, *, timeout_s: float) -> None:
         """Raises ValueError if the stager refuses the key, ServerError if it does not answer."""
@@ -199,28 +188,9 @@ class Stager:
 
         Raises ValueError if the stager refuses, ServerError if it cannot be reached or failed.
         """
-        self._file_server.offer(weights)
-        body = {
-            "label": weights.label,
-            "source": self._file_server.url,
-            "source_key": self._file_server.key,
-        }
+        body = {"label": weights.label, **await self._source.offered(weights)}
         answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=self._there.reach_s)
         try:
             return Staged(str(answer["path"]), int(answer["bytes"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerError(f"{self._there.url}/stage: not the answer of a stager: {answer!r:.200}") from error
-
-
-def listing(directory: Path) -> dict[str, dict]:
-    """Lists the files of a directory: {name: {"bytes", "xxh3_128"}}."""
-    return {path.name: described(path) for path in sorted(directory.iterdir()) if path.is_file()}
-
-
-def described(path: Path) -> dict[str, Any]:
-    state, size = xxhash.xxh3_128(), 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            state.update(chunk)
-            size += len(chunk)
-    return {"bytes": size, "xxh3_128": state.hexdigest()}
