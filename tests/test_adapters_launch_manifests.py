@@ -13,8 +13,10 @@ import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import jobs
+import jsonschema
 import kubernetes_validate
 import launching
 import pytest
@@ -22,7 +24,7 @@ import servers
 import tiny
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-from launching import SERVED, free_ports, gone, grpo, said_in, trained
+from launching import SERVED, TASKS, free_ports, gone, grpo, said_in, trained
 
 from areax.adapters import cli
 from areax.adapters.launch import config as launch_config
@@ -31,6 +33,7 @@ from areax.adapters.launch import kubernetes, shell
 from areax.adapters.tracking import run_dir
 from areax.rollout.tasks import arithmetic
 
+SKYPILOT = json.loads(Path(__file__).with_name("data").joinpath("skypilot.json").read_text())
 VERSION = "1.33.0"  # of Kubernetes, where indices have their own backoff limit
 
 ANSWERS = """
@@ -55,9 +58,16 @@ def data(tmp_path_factory):
 
 
 def written(capsys, on, *words):
-    """The documents that `areax launch` prints."""
+    """The documents that `areax launch` prints; a task has passed SkyPilot's schemas."""
     assert cli.main(["launch", "--on", on, *map(str, words)]) == 0
-    return list(yaml.safe_load_all(capsys.readouterr().out))
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    if on == "skypilot":
+        [task] = documents
+        parts = {"task": [task], "resources": [task["resources"]], "storage": task.get("file_mounts", {}).values()}
+        for name, found in parts.items():
+            for part in found:
+                jsonschema.validate(part, SKYPILOT[name])
+    return documents
 
 
 def expanded(words, variables):
@@ -421,7 +431,9 @@ def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
             "--on kubernetes --kubernetes.image a --servers 4000",
             "must be at most 131071 bytes, which Linux passes as one argument",
         ),
-        ("--on skypilot --skypilot.shared mine", "must be a bucket's address, as s3://mine, got 'mine'"),
+        ("--on skypilot --skypilot.shared mine", "must be the address of a whole bucket of SkyPilot's stores, as s3:"),
+        ("--on skypilot --skypilot.shared s3://mine/runs", "must be the address of a whole bucket"),
+        ("--on skypilot --skypilot.shared ftp://mine", "must be the address of a whole bucket"),
         (f"--on skypilot --skypilot.accelerators H100:{'9' * 5000}", "must be NAME:COUNT, as H100:8, got"),
         ("--on skypilot --skypilot.accelerators :8", "must be NAME:COUNT, as H100:8, got ':8'"),
         ("--on skypilot --skypilot.accelerators H100:x", "must be NAME:COUNT, as H100:8, got 'H100:x'"),
@@ -440,6 +452,14 @@ def test_impossible_options_give_a_one_line_error(words, told, capsys):
 # -- SkyPilot ------------------------------------------------------------------------------------
 
 PORTS = (20000, 20001, 20002, 20003)
+
+
+def test_tasks_pass_skypilots_schemas(capsys):
+    """`make test-skypilot` has SkyPilot itself read them."""
+    for words in TASKS.values():
+        written(capsys, "skypilot", *words, "--", "train", "r.py", "--model", "m")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"num_nodes": 1, "secret": {}}, SKYPILOT["task"])
 
 
 @contextlib.contextmanager
