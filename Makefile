@@ -26,6 +26,7 @@ more := .venv-environments-more
 agentlightning := .venv-agentlightning
 site := .venv-docs
 llamacpp := .venv-llama-cpp
+skypilot := .venv-skypilot
 compilers := .venv-compilers
 smollm2 := .cache/smollm2
 
@@ -261,6 +262,17 @@ test-slurm: export XLA_FLAGS += $(fast)
 test-slurm: export AREAX_SLURM := 1
 test-slurm: $(dev) ## test the files of `areax launch` on a real Slurm of three nodes on this machine (as root; slurm-wlm, munge)
 	$(py) -m pytest -q tests/slurm
+
+.PHONY: test-skypilot
+test-skypilot: export AREAX_SKYPILOT_PYTHON := $(CURDIR)/$(skypilot)/bin/python
+test-skypilot: $(dev) $(skypilot)/.done ## test that SkyPilot reads the tasks of `areax launch` (installs it: 0.5 GB)
+	$(py) -m pytest -q tests/skypilot
+
+$(skypilot)/.done: tests/skypilot/requirements.txt
+	@echo "installing SkyPilot into $(skypilot): a minute, once"
+	@$(PYTHON) -m venv $(skypilot)
+	@$(skypilot)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 .PHONY: test-llama-cpp
 test-llama-cpp: export XLA_FLAGS += $(fast)

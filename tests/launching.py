@@ -55,6 +55,20 @@ def main(config):
 """
 
 
+# Options of --on skypilot, each at least once, by name.
+TASKS = {
+    "plain": [],
+    "servers": ["--servers", "2", "--cpus", "3", "--skypilot.setup", ""],
+    "accelerators": ["--processes", "2", "--devices", "8", "--servers", "9", "--skypilot.accelerators", "H100:8"],
+    "one node": ["--servers", "1", "--skypilot.accelerators", "A100-80GB:2", "--logs", "my logs"],
+    **{
+        bucket: ["--skypilot.shared", bucket, "--skypilot.accelerators", "H100"]
+        for bucket in (
+            "s3://mine", "gs://mine/", "r2://mine", "oci://mine", "nebius://mine", "cw://mine", "vastdata://mine",
+            "cos://us-east/mine", "https://mine.blob.core.windows.net/box", "hf://buckets/me/mine",
+        )
+    },
+}  # fmt: skip
 SERVED = ["--servers", "2", "--server.slots", "8", "--server.context", "64"]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from areax.adapters import cli
 from areax.adapters.launch import config as launch_config
 from areax.adapters.launch import devices as launch_devices
 from areax.adapters.launch import job as launch_job
-from areax.adapters.launch.host import PYTHON, Host
+from areax.adapters.launch.host import PYTHON, Gone, Host
 from areax.adapters.launch.job import Part
 from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir
@@ -353,6 +354,53 @@ def test_a_server_that_cannot_start_ends_the_job(place, here, tmp_path, capsys):
     assert gone(good.pid) and gone(bad.pid)
 
 
+class Away(Host):
+    """A machine that is lost after some polls, as those of Ray are."""
+
+    def __init__(self, polls):
+        super().__init__()
+        self.polls = polls
+
+    def poll(self, name):
+        self.polls -= 1
+        if self.polls < 0:
+            raise Gone("lost")
+        return super().poll(name)
+
+
+@pytest.mark.parametrize("polls", range(4))
+def test_a_lost_machine_of_a_trainer_is_named_whenever_it_is_noticed(polls, capsys):
+    host = Away(polls)
+    trainer = Part("process 0", host, ["sleep", "1000"], {}, "", " on h")
+    with pytest.raises(Gone, match="process 0 .* on h. is gone: lost"):
+        launch_job.run([trainer], [], look_s=0.01)
+    assert "on h) is gone: lost; ending the others" in capsys.readouterr().err
+    host.polls = 9
+    host.close()
+
+
+def test_a_job_whose_servers_are_all_lost_can_go_on_elsewhere(place, here, tmp_path, capsys):
+    [port] = free_ports(1)
+    server = server_part(place, Away(10**9), tmp_path, port)
+    wait = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nsys.exit(1)"
+    trainer = Part("process 0", here, [PYTHON, "-c", wait, str(tmp_path / "go")], {}, str(tmp_path / "0.log"))
+
+    def lose():
+        jobs.until(lambda: trainer.pid)
+        server.host.polls = 0
+        jobs.until(lambda: server.due)
+        (tmp_path / "go").touch()
+
+    losing = threading.Thread(target=lose)
+    losing.start()
+    with pytest.raises(Gone, match="ended with exit code 1"):
+        launch_job.run([trainer], [server], look_s=0.01)
+    losing.join()
+    assert "server 0 (pid" in (said := capsys.readouterr().err) and "is gone: lost; the run goes on without it" in said
+    server.host.polls = 9
+    server.host.close()
+
+
 def test_child_processes_end_with_a_killed_launcher(tmp_path):
     """Including what the children started in their process groups, and their scratch folders."""
     child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); p.wait()"
@@ -418,8 +466,8 @@ def test_keys_are_made_where_none_is_given(monkeypatch):
 @pytest.fixture(scope="module")
 def ray():
     """Two nodes that each claim to have two GPUs."""
-    with raylets.cluster(*(["--num-cpus", "2", "--num-gpus", "2"] for _ in range(2))) as address:
-        yield ["--on", "ray", "--ray.address", address]
+    with raylets.cluster(*(["--num-cpus", "2", "--num-gpus", "2"] for _ in range(2))) as cluster:
+        yield ["--on", "ray", "--ray.address", cluster.address]
 
 
 @pytest.mark.long
@@ -461,7 +509,97 @@ def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
     with launched(*ray, *SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, tmp_path / "run", 2)) as process:
         assert process.wait(300) == 0
     urls = trained(tmp_path / "run", 2)
-    assert {url.split(":")[1][2:] for url in urls} == set(raylets.ADDRESSES) and not any(map(serving, urls))
+    assert {url.split(":")[1][2:] for url in urls} == set(raylets.ADDRESSES[:2]) and not any(map(serving, urls))
+
+
+@contextlib.contextmanager
+def mishap(data, folder, out, count, processes=1):
+    """A run on a cluster of three nodes with room for one process each, after its first steps.
+
+    Yields the cluster, the launcher, and its output so far as a function. Afterwards nothing of it is left on any node.
+    """
+    patience = "import sys; from areax.adapters import cli; from areax.adapters.launch import ray; "
+    patience += "ray.AGAIN_S = ray.HEAD_S = 3; sys.exit(cli.main(sys.argv[1:]))"
+    run = ["--servers", str(count), *SERVED[2:], "--processes", str(processes), "--"]
+    run += [*grpo(data, out, 100000), "--save-every", "1", "--mesh.fsdp", str(processes)]
+    with raylets.cluster(*(["--num-cpus", "1"] for _ in range(3))) as cluster:
+        command = [sys.executable, "-c", patience, "launch", "--on", "ray", "--ray.address", cluster.address, *run]
+        environ = {**os.environ, **jobs.settings(1), "AREAX_MARK": str(folder)}
+        with open(folder / "said", "w") as file:
+            launcher = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
+        said = (folder / "said").read_text
+        with servers.ended(launcher):
+            jobs.until(lambda: launcher.poll() is not None or stepped(out) > 1)
+            roots = [words[words.index("--root") + 1] for words in marked(folder) if "--root" in words]
+            assert launcher.poll() is None and roots and all(map(os.path.isdir, roots)), said()
+            yield cluster, launcher, said
+        jobs.until(lambda: not marked(folder))
+        assert not any(map(os.path.exists, roots))
+
+
+def marked(folder):
+    """The words of the processes of a `mishap`, and its launcher's."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"AREAX_MARK={folder}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append((path / "cmdline").read_text().split("\0"))
+    return found
+
+
+def stepped(out):
+    """The last step of a run."""
+    path = out / "metrics.jsonl"
+    return max((x["step"] for x in run_dir.read_lines(path) if x["kind"] == "grpo"), default=0) if path.exists() else 0
+
+
+def hosts(out):
+    """Addresses of the machines of a run's servers."""
+    urls = json.loads((out / "config.json").read_text())["serving"]["servers"]
+    return [url.split(":")[1][2:] for url in urls]
+
+
+@pytest.mark.long
+def test_ray_loses_the_machine_of_a_server_and_its_head(data, tmp_path):
+    """The run goes on without the server, also when the machine is back. Without a head it saves its state and ends."""
+    out = tmp_path / "run"
+    with mishap(data, tmp_path, out, 2) as (cluster, launcher, said):
+        i, lost = max(enumerate(hosts(out)), key=lambda pair: pair[1])  # not the head's
+        cluster.lose(lost)
+        jobs.until(lambda: "the run goes on without it" in said())
+        assert re.search(
+            rf"areax launch: server {i} \(pid \d+ on {lost}\) is gone: .*; the run goes on without", said()
+        )
+        assert said().count("is gone:") == 1  # not of its stager, too
+        before = stepped(out)
+        jobs.until(lambda: launcher.poll() is not None or stepped(out) > before + 1)
+        cluster.join(lost, "--num-cpus", "1")
+        back = stepped(out)
+        jobs.until(lambda: launcher.poll() is not None or stepped(out) > back + 1)
+        cluster.lose(raylets.ADDRESSES[0])
+        assert launcher.wait(120) == 1, said()
+        assert "areax launch: the head of the Ray cluster must answer, " in said()
+    assert stepped(out) > back and (out / "state").is_dir()
+
+
+@pytest.mark.long
+def test_ray_loses_the_machine_of_a_trainer(data, tmp_path):
+    """The job waits for room, and goes on from its last state when another machine joins."""
+    out = tmp_path / "run"
+    with mishap(data, tmp_path, out, 1, 2) as (cluster, launcher, said):
+        [served] = hosts(out)
+        lost = next(address for address in raylets.ADDRESSES[1:] if address != served)
+        cluster.lose(lost)
+        jobs.until(lambda: "starting the job again" in said())
+        assert re.search(rf"areax launch: process [01] \(pid \d+ on {lost}\) is gone: .*; ending the others", said())
+        jobs.until(lambda: re.search("waiting for room in the Ray cluster .* up to 1800 s", said()))
+        before = stepped(out)
+        cluster.join("127.0.0.5", "--num-cpus", "1")
+        jobs.until(lambda: launcher.poll() is not None or stepped(out) > before + 1)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130, said()
+    steps = [line["step"] for line in run_dir.read_lines(out / "metrics.jsonl") if line["kind"] == "grpo"]
+    assert steps == list(range(1, len(steps) + 1)) and said().count("grpo 1/100000") == 1  # not from its beginning
 
 
 # -- Slurm ---------------------------------------------------------------------------------------

@@ -13,34 +13,29 @@ import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import jobs
+import jsonschema
 import kubernetes_validate
 import launching
 import pytest
 import servers
 import tiny
 import yaml
-from launching import SERVED, free_ports, gone, grpo, said_in, trained
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from launching import SERVED, TASKS, free_ports, gone, grpo, said_in, trained
 
 from areax.adapters import cli
-from areax.adapters.launch import shell
+from areax.adapters.launch import config as launch_config
+from areax.adapters.launch import job as launch_job
+from areax.adapters.launch import kubernetes, shell
 from areax.adapters.tracking import run_dir
 from areax.rollout.tasks import arithmetic
 
+SKYPILOT = json.loads(Path(__file__).with_name("data").joinpath("skypilot.json").read_text())
 VERSION = "1.33.0"  # of Kubernetes, where indices have their own backoff limit
 
-# Fields of jobset.x-k8s.io/v1alpha2 and their values; a Job's spec is checked by Kubernetes' own schema.
-JOBSET = {
-    "successPolicy": {"operator": {"All", "Any"}, "targetReplicatedJobs": list},
-    "failurePolicy": {"maxRestarts": int, "restartStrategy": str, "rules": list},
-    "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool, "subdomain": str},
-    "replicatedJobs": list, "suspend": bool, "ttlSecondsAfterFinished": int,
-}  # fmt: skip
-RULE = {
-    "name": str, "onJobFailureReasons": list, "onJobFailureMessagePatterns": list, "targetReplicatedJobs": list,
-    "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob"},
-}  # fmt: skip
 ANSWERS = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -49,7 +44,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-REPLICATED = {"name": str, "groupName": str, "template": {"metadata": dict, "spec": dict}, "replicas": int}
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +58,22 @@ def data(tmp_path_factory):
 
 
 def written(capsys, on, *words):
-    """The documents that `areax launch` prints."""
+    """The documents that `areax launch` prints; a task has passed SkyPilot's schemas."""
     assert cli.main(["launch", "--on", on, *map(str, words)]) == 0
-    return list(yaml.safe_load_all(capsys.readouterr().out))
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    if on == "skypilot":
+        [task] = documents
+        parts = {"task": [task], "resources": [task["resources"]], "storage": task.get("file_mounts", {}).values()}
+        for name, found in parts.items():
+            for part in found:
+                jsonschema.validate(part, SKYPILOT[name])
+    return documents
 
 
 def expanded(words, variables):
     """A container's command as the kubelet passes it on: $$ is $, $(NAME) a known variable's value."""
     kept = lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0])
     return [re.sub(r"\$\$|\$\(([^)]*)\)", kept, word) for word in words]
-
-
-def fits(value, rule):
-    if isinstance(rule, dict):
-        assert isinstance(value, dict) and set(value) <= set(rule), (value, rule)
-        for name, part in value.items():
-            fits(part, rule[name])
-    else:
-        assert value in rule if isinstance(rule, set) else isinstance(value, rule), (value, rule)
 
 
 def valid(documents):
@@ -94,12 +86,13 @@ def valid(documents):
                 found[document["metadata"]["name"]] = document["spec"]
             continue
         assert document["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and set(document["metadata"]) == {"name"}
-        fits(document["spec"], JOBSET)
+        # the models of JobSet's own OpenAPI schema refuse wrong types, and drop unknown fields
+        assert JobsetV1alpha2JobSet.from_dict(document).to_dict() == document
+        assert document["spec"]["successPolicy"]["operator"] in ("All", "Any")
         for rule in document["spec"]["failurePolicy"]["rules"]:
-            fits(rule, RULE)
+            assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
             assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
         for one in document["spec"]["replicatedJobs"]:
-            fits(one, REPLICATED)
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}, **one["template"]}
             kubernetes_validate.validate(job, VERSION, strict=True)
             found[one["name"]] = one["template"]["spec"]
@@ -205,6 +198,24 @@ def test_what_waits_for_servers_says_for_which_and_ends():
         f"areax: http://127.0.0.1:{other} did not answer in 6 s {why}",
     ]
     assert ended.returncode == 7
+
+
+@pytest.mark.slow
+def test_a_pod_that_has_no_machine_yet_is_waited_for():
+    """Its name has no address: the time for its server to answer begins when it has one."""
+    more = {"python": shlex.quote(sys.executable), "check": kubernetes.QUEUED.replace(f"{launch_job.START_S:.0f}", "1")}
+    queued, placed = (
+        subprocess.Popen(
+            ["bash", "-uc", shell.ready(f"http://{host}:{port}", 1, **more)], stdout=-1, stderr=-2, text=True
+        )
+        for host, port in zip(("server-0-0.invalid", "127.0.0.1"), free_ports(2), strict=True)
+    )
+    with servers.ended(queued), servers.ended(placed):
+        assert placed.wait(60) == 1 and "did not answer in 1 s" in placed.stdout.read()
+        with pytest.raises(subprocess.TimeoutExpired):
+            queued.wait(2)
+        queued.kill()
+        assert queued.stdout.read().startswith("areax: waiting for http://server-0-0.invalid:")
 
 
 # -- Kubernetes ----------------------------------------------------------------------------------
@@ -351,6 +362,35 @@ def test_options_that_kubernetes_takes(capsys):
             valid(written(capsys, "kubernetes", *words, "--", "train", "r.py"))
 
 
+@pytest.mark.parametrize(
+    "kind, processes, count, server, more",
+    [
+        ("job", 1, 0, "", []),
+        ("job", 2, 0, "", []),
+        ("jobset", 2, 0, "", []),
+        ("jobset", 1, 2, "", []),
+        ("jobset", 2, 1, "", ["--published", "w"]),
+        ("jobset", 1, 1, "serve {port}", []),
+        ("jobset", 1, 1, "serve {port}", ["--published", "w"]),
+    ],
+)
+def test_kubernetes_takes_every_kind_of_document_with_each_option(kind, processes, count, server, more):
+    """By its own schemas, and JobSet's."""
+    others = {"server_image": "b", "claim": "data", "secret": "mine", "memory": "64Gi", "resource": "", "restarts": 0}
+    for given in ({}, *({name: value} for name, value in others.items()), others):
+        options = launch_config.Kubernetes(image="areax", kind=kind, **given)
+        config = launch_config.Config(
+            on="kubernetes", processes=processes, devices=2, servers=count, logs="logs" * bool(given),
+            server=launch_config.Server(command=server), kubernetes=options,
+        )  # fmt: skip
+        documents = list(yaml.safe_load_all(kubernetes.manifest(config, ["train", "r.py", "--model", "m", *more])))
+        keys = count and not (server and more)
+        assert [one["kind"] for one in documents] == {
+            "job": ["Service", "Job"], "jobset": ["Secret"] * bool(keys) + ["JobSet"]
+        }[kind]  # fmt: skip
+        assert valid(documents).keys() == ({"areax"} if kind == "job" else {"trainer", *["server"][:count]})
+
+
 def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("old")
@@ -401,7 +441,9 @@ def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
             "--on kubernetes --kubernetes.image a --servers 4000",
             "must be at most 131071 bytes, which Linux passes as one argument",
         ),
-        ("--on skypilot --skypilot.shared mine", "must be a bucket's address, as s3://mine, got 'mine'"),
+        ("--on skypilot --skypilot.shared mine", "must be the address of a whole bucket of SkyPilot's stores, as s3:"),
+        ("--on skypilot --skypilot.shared s3://mine/runs", "must be the address of a whole bucket"),
+        ("--on skypilot --skypilot.shared ftp://mine", "must be the address of a whole bucket"),
         (f"--on skypilot --skypilot.accelerators H100:{'9' * 5000}", "must be NAME:COUNT, as H100:8, got"),
         ("--on skypilot --skypilot.accelerators :8", "must be NAME:COUNT, as H100:8, got ':8'"),
         ("--on skypilot --skypilot.accelerators H100:x", "must be NAME:COUNT, as H100:8, got 'H100:x'"),
@@ -420,6 +462,14 @@ def test_impossible_options_give_a_one_line_error(words, told, capsys):
 # -- SkyPilot ------------------------------------------------------------------------------------
 
 PORTS = (20000, 20001, 20002, 20003)
+
+
+def test_tasks_pass_skypilots_schemas(capsys):
+    """`make test-skypilot` has SkyPilot itself read them."""
+    for words in TASKS.values():
+        written(capsys, "skypilot", *words, "--", "train", "r.py", "--model", "m")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"num_nodes": 1, "secret": {}}, SKYPILOT["task"])
 
 
 @contextlib.contextmanager
@@ -514,7 +564,8 @@ def test_nodes_pass_sigterm_on_and_a_server_that_cannot_start_ends_its_node(data
         assert trainer.wait(60) == 143
     said = (tmp_path / "output").read_text()
     assert "areax: waiting for http://127.0.0.2:" in said and "no such process" not in said.lower()
-    assert "areax: server-0 has failed four times\nareax: the end of areax-sky-1/server-0.log:\n  no weights\n" in said
+    assert "areax: server-0 on 127.0.0.2 has failed four times\nareax: the end of areax-sky-1/server-0.log:\n" in said
+    assert "  no weights\n" in said
 
 
 @pytest.mark.wide

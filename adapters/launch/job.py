@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from .host import Gone, Host
 STOPPED = 130  # exit code of a run that was stopped by a signal and has saved its progress
 START_S = 1800.0  # loading and compiling a large checkpoint takes many minutes
 STOP_S = 20.0  # for a server to finish its requests
-RESTARTS, WINDOW_S = 3, 3600.0  # maximum restarts of a server within a time window
+RESTARTS, WINDOW_S = 3, 3600.0  # maximum restarts of a server, or of the job, within a time window
 PAUSE_S = 1.0  # before the first restart; doubles each time
 GONE = 255  # exit code if the machine is gone
 
@@ -100,7 +100,7 @@ class Part:
         return "\n".join([f"the end of {path}{self.where}:", *(f"  {line}" for line in lines)])
 
 
-def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05) -> int:
+def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05, check: Callable[[], object] = bool) -> int:
     """Runs the job and returns the exit code of trainer 0, or of the trainer that failed (128 + n for signal n).
 
     Forwards SIGINT and SIGTERM to the trainers, SIGHUP as SIGTERM, and SIGUSR1, at which they print the stacks of their
@@ -108,7 +108,13 @@ def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05) -> i
 
     Args:
       look_s: seconds between polls of all processes.
+      check: called after each; what it raises ends the job.
+
+    Raises:
+      Gone: the machine of a trainer is, or those of all servers are: the job can go on elsewhere, unless a signal has
+        asked it to end.
     """
+    stopping = False
     with _received_signals() as asked:
         try:
             for server in servers:
@@ -117,24 +123,28 @@ def run(trainers: list[Part], servers: list[Part], *, look_s: float = 0.05) -> i
                 words = f"areax launch: starting {len(servers)} server{'s' * (len(servers) > 1)}"
                 progress.say(f"{words}; logs are in {Path(servers[0].log).parent}")
                 with progress.reminding(words):
-                    code = _until_ready(servers, asked, look_s)
+                    code = _until_ready(servers, asked, look_s, check)
                 if code is not None:
                     return code
                 _report(f"{', '.join(server.url for server in servers)} ready")
             for trainer in trainers:
                 trainer.start()
-            while (first := _first_failed(trainers)) is None and any(trainer.poll() is None for trainer in trainers):
+            while any(trainer.poll() is None for trainer in trainers) and _first_failed(trainers) is None:
                 while asked:
                     number = asked.pop(0)  # recipes do not handle SIGHUP
+                    stopping |= number != signal.SIGUSR1
                     for trainer in trainers:
                         trainer.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 _restart_ended(servers)
                 trainers[0].show()
+                check()
                 time.sleep(look_s)
             trainers[0].show()
-            if first is None:
+            if (first := _first_failed(trainers)) is None:
                 return _shell_code(trainers[0].poll())
             _report(f"{first.ended()}; ending the others; {first.last()}")
+            if not stopping and (first.why or (servers and all(server.why for server in servers))):
+                raise Gone(first.ended())
             return _shell_code(first.poll())
         finally:
             _end(trainers, liveness.GRACE_S + 5, look_s)  # with time for process 0 to save its state
@@ -156,8 +166,8 @@ def _received_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _until_ready(servers: list[Part], asked: list[int], look_s: float) -> int | None:
-    """Waits until all servers are ready and returns None; returns the job's exit code on failure."""
+def _until_ready(servers: list[Part], asked: list[int], look_s: float, check: Callable[[], object]) -> int | None:
+    """Waits until all servers are ready and returns None; returns the job's exit code on failure. Raises as `run`."""
     waiting, deadline = list(servers), time.monotonic() + START_S
     while waiting:
         if ends := [number for number in asked if number != signal.SIGUSR1]:
@@ -165,12 +175,15 @@ def _until_ready(servers: list[Part], asked: list[int], look_s: float) -> int | 
         asked.clear()
         for server in servers:
             if server.poll() is not None:
+                if server.why:
+                    raise Gone(server.ended())
                 _report(f"{server.ended()} before it was ready; {server.last()}")
                 return _shell_code(server.poll()) or 1
         if time.monotonic() > deadline:
             _report(f"{waiting[0].name}{waiting[0].where} was not ready in {START_S:.0f} s; {waiting[0].last()}")
             return 1
         waiting = [server for server in waiting if not server.host.answers(f"{server.url}/health")]
+        check()
         time.sleep(look_s)
     return None
 
@@ -189,9 +202,11 @@ def _restart_ended(servers: list[Part]) -> None:
         elif server.poll() is not None:
             server.restarts = [then for then in server.restarts if now - then < WINDOW_S]
             lasts = len(server.restarts) < RESTARTS and not server.why
+            what = "restarting it" if lasts else "the run goes on without it" if server.why else "not restarting it"
+            told = server.why and any(other.why and other.due and other.host is server.host for other in servers)
             server.due = now + PAUSE_S * 2 ** len(server.restarts) if lasts else float("inf")
-            what = "restarting it" if lasts else "not restarting it"
-            _report(f"{server.ended()}; {what}; {server.last()}")
+            if not told:  # of the same machine
+                _report(f"{server.ended()}; {what}; {server.last()}")
 
 
 def _first_failed(trainers: list[Part]) -> Part | None:

@@ -16,15 +16,17 @@ from ...rollout.processes import keys
 from . import shell, spelling
 from .config import SHARED, Config, server_words, staged, stager_words
 from .host import PYTHON
+from .job import START_S
 
 COORDINATOR, SERVER, STAGER = 9876, 30000, 31000  # ports; each pod has an address of its own
-START_S = 4 * 3600  # for the servers' pods to get machines and images, and to load their weights
 GRACE_S = 120  # from SIGTERM to SIGKILL: enough for a step and a checkpoint
 MOST_PODS = 5000  # nodes of the largest clusters that Kubernetes supports
 LONGEST_SCRIPT = 128 * 1024 - 1  # bytes of one argument, on Linux
 LONGEST_NAME = 40  # hostnames have at most 63 characters
 BAD_INPUT = 2  # exit code of a command that would fail again
 SERVER_RESTARTS = 20  # of containers of the servers' Job
+# Until a pod has a machine, for which it may queue as long as the cluster needs, its hostname has no address.
+QUEUED = f"[[ $why == *gaierror* ]] && late=$((SECONDS + {START_S:.0f})) # its pod has no machine yet"
 VARIABLES = {PYTHON: "python", shell.HOST: '"$POD_IP"', shell.PORT: '"$port"'}
 
 
@@ -182,7 +184,7 @@ def _trainer_script(config: Config, command: list[str], stage: bool) -> str:
     if config.servers:
         of = lambda port: [f"http://{_host(config, 'server', i)}:{port}" for i in range(config.servers)]
         servers, stagers = of(SERVER), of(STAGER) if stage else []
-        lines.append(shell.ready(" ".join([*servers, *stagers]), START_S))
+        lines.append(shell.ready(" ".join([*servers, *stagers]), START_S, check=QUEUED))
         words += f" \\\n  --servers {' '.join(servers)}" + (f" \\\n  --stagers {' '.join(stagers)}" if stage else "")
     if config.processes > 1:
         lines.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 from ...rollout.processes import keys
 from . import job
 from .config import Config, at, folder, joined, new_keys, option, server_words, staged, stager_words, training_words
-from .host import PYTHON, Gone, Host
+from .host import GRACE_S, PYTHON, Gone, Host
 from .job import Part
 
 PASSED = (
@@ -34,6 +35,8 @@ PASSED = (
 )  # variables passed on
 CONNECT_S = 10.0
 LOOK_S = 0.2
+AGAIN_S = GRACE_S + 5  # until what runs on a machine that Ray alone has lost has ended (`Host`)
+HEAD_LOOK_S, HEAD_S = 2.0, 30.0  # how often to look for the head, and when it counts as lost; Ray waits for 60 s
 SOON_S, PLACE_S = 5.0, 1800.0  # wait for resources before reporting it, and before giving up
 
 
@@ -51,20 +54,32 @@ def launch(config: Config, command: list[str]) -> int:
     address = config.ray.address
     try:
         if address:  # fail fast: Ray would retry for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            Head(address).reach()
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:
         where = f"--ray.address {address}" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}"
         raise ValueError(f"areax launch: no Ray cluster answers at {where} ({error})") from error
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Ray's handler exits with 15
+    head = Head(ray.get_runtime_context().gcs_address)
+    lost: list[float] = []  # when machines were
     try:
-        with actors(config) as hosts:
-            return run(config, command, hosts)
+        while True:
+            try:
+                with actors(config, head) as hosts:
+                    return run(config, command, hosts, head)
+            except Gone:
+                lost = [then for then in lost if time.monotonic() - then < job.WINDOW_S]
+                if len(lost) == job.RESTARTS:
+                    raise
+                lost.append(time.monotonic())
+                _say(f"starting the job again, from its last state, in {AGAIN_S:.0f} s, on machines that Ray has then")
+                time.sleep(AGAIN_S)
+                head.check()
     finally:
         ray.shutdown()
 
 
-def run(config: Config, command: list[str], hosts: list[Any]) -> int:
+def run(config: Config, command: list[str], hosts: list[Any], head: Head) -> int:
     """Runs the job on hosts (`Remote`), in the order of their bundles."""
     places = [host.place() for host in hosts]  # (address, node)
     for host in hosts:
@@ -98,11 +113,11 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
              str(logs / f"process-{i}.log"), f" on {places[i][0]}", shown=i == 0)
         for i in range(config.processes)
     ]  # fmt: skip
-    return job.run(trainers, [*servers, *stagers], look_s=LOOK_S)
+    return job.run(trainers, [*servers, *stagers], look_s=LOOK_S, check=head.check)
 
 
 @contextlib.contextmanager
-def actors(config: Config) -> Iterator[list[Any]]:
+def actors(config: Config, head: Head) -> Iterator[list[Any]]:
     """Yields a host for each trainer process and server, placed by Ray; closed on exit."""
     import ray
     from ray.util import placement_group, remove_placement_group
@@ -126,7 +141,9 @@ def actors(config: Config) -> Iterator[list[Any]]:
         for host in hosts:
             with contextlib.suppress(Gone):
                 host.close()
-        remove_placement_group(group)
+        with contextlib.suppress(OSError):  # without a head Ray would wait for a minute, then end this process
+            head.reach()
+            remove_placement_group(group)
 
 
 class Node(Host):
@@ -137,6 +154,14 @@ class Node(Host):
         import ray
 
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+
+    def start(self, *arguments: Any) -> int:
+        """As `Host.start`; unblocks SIGINT in the process: Ray blocks it in all that it starts."""
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            return super().start(*arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Remote:
@@ -153,10 +178,40 @@ class Remote:
                 return ray.get(getattr(self._actor, name).remote(*arguments))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
-            except ray.exceptions.RayActorError as error:
-                raise Gone(" ".join(str(error).split())) from error
+            except ray.exceptions.ActorUnavailableError as error:
+                raise Gone("the machine, or Ray on it, does not answer") from error
+            except ray.exceptions.RayActorError as error:  # in indented lines it has ids
+                said = [line for line in str(error).splitlines() if not line.startswith("\t")]
+                raise Gone(" ".join(" ".join(said).split())) from error
 
         return call
+
+
+class Head:
+    """The address of a cluster's head, HOST:PORT, and when it has answered last."""
+
+    def __init__(self, address: str):
+        self._address, self._looked, self._answered = address, 0.0, time.monotonic()
+
+    def reach(self) -> None:
+        """Raises OSError if it does not answer."""
+        host, _, port = self._address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+
+    def check(self) -> None:
+        """Raises RuntimeError if it has not answered for HEAD_S; looks each HEAD_LOOK_S."""
+        if time.monotonic() - self._looked < HEAD_LOOK_S:
+            return
+        self._looked = time.monotonic()
+        try:
+            self.reach()
+            self._answered = time.monotonic()
+        except OSError as error:
+            if (silent := time.monotonic() - self._answered) >= HEAD_S:
+                raise RuntimeError(
+                    f"areax launch: the head of the Ray cluster must answer, {self._address} has been silent for "
+                    f"{silent:.0f} s ({error}); start a cluster, and the same command goes on from its last state"
+                ) from error
 
 
 def _devices(resources: dict[str, float]) -> str:
@@ -181,5 +236,8 @@ def _wait_for_room(group: Any, bundles: list[dict[str, float]]) -> None:
             )
         if waited > SOON_S and not reported:
             reported = True
-            line = f"areax launch: waiting for room in the Ray cluster for {bundles}; {free} is free"
-            print(line, file=sys.stderr, flush=True)
+            _say(f"waiting for room in the Ray cluster for {bundles}, up to {PLACE_S:.0f} s; {free} is free")
+
+
+def _say(line: str) -> None:
+    print(f"areax launch: {line}", file=sys.stderr, flush=True)

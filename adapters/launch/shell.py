@@ -21,6 +21,22 @@ last() {{
   echo "areax: the end of $logs/$1.log:"
   tail -n {LINES} "$logs/$1.log" | sed 's/^/  /'
 }} >&2"""
+# {end}: commands that end $running at SIGTERM, and wait for it
+KEEP = """# Runs a command for a node, and restarts it up to three times: keep NAME NODE COMMAND
+keep() {{
+  local name=$1 node=$2 pause running=
+  shift 2
+  trap '{end}; exit' TERM
+  for pause in 1 2 4 0; do
+    "$@" >>"$logs/$name.log" 2>&1 &
+    running=$!
+    wait "$running"
+    echo "areax: $name on $node ended with exit code $?; see $logs/$name.log" >&2
+    sleep "$pause"
+  done
+  echo "areax: $name on $node has failed four times" >&2
+  last "$name"
+}}"""
 _READY = """late=$((SECONDS + {limit})) # then the job ends
 for url in {urls}; do
   next=0

@@ -80,21 +80,6 @@ def _script(config: Config, command: list[str], place: Places, stage: bool) -> s
 
 
 def _servers(config: Config, command: list[str], place: Places, stage: bool, gpus: int) -> list[str]:
-    keep = """# Runs a command and restarts it up to three times: keep NAME COMMAND
-keep() {
-  local name=$1 pause running=
-  shift
-  trap 'kill "$running"; wait "$running"; exit' TERM
-  for pause in 1 2 4 0; do
-    "$@" >>"$logs/$name.log" 2>&1 &
-    running=$!
-    wait "$running"
-    echo "areax: $name ended with exit code $?; see $logs/$name.log" >&2
-    sleep "$pause"
-  done
-  echo "areax: $name has failed four times" >&2
-  last "$name"
-}"""
     numbers = ",".join(str(i) for i in range(gpus))
     first = f"{place.first_gpu} + i % {place.servers} * {config.server_devices}"
     seen = f"""
@@ -104,7 +89,8 @@ keep() {
     serve = shell.text(server_words(config, command, shell.HOST, shell.PORT), 6, VARIABLES)
     staging = f"""
     at=$(({PORTS + 3} + 2 * i))
-    keep "stager-$i" python {shlex.join(stager_words(command))} --host "$node" --port "$at" --root "/dev/shm/areax/$i" &
+    keep "stager-$i" "$node" \\
+      python {shlex.join(stager_words(command))} --host "$node" --port "$at" --root "/dev/shm/areax/$i" &
     kept+=($!)"""
     start = f"""kept=() beside=() urls=() stagers=()
 trap 'kill "${{kept[@]}}" "${{beside[@]}}" 2>/dev/null; wait' EXIT # however this script ends
@@ -115,11 +101,11 @@ for i in $(seq 0 {config.servers - 1}); do
   stagers+=("http://${{nodes[on]}}:$(({PORTS + 3} + 2 * i))")
   if ((on == rank)); then
     at=$(({PORTS + 2} + 2 * i)){seen if gpus else ""}
-    keep "server-$i" {isolated}{serve} &
+    keep "server-$i" "$node" {isolated}{serve} &
     kept+=($!){staging if stage else ""}
   fi
 done"""
-    parts = [shell.LAST, keep, start]
+    parts = [shell.LAST, shell.KEEP.format(end='kill "$running"; wait "$running"'), start]
     if place.first_node:
         answers = f'(exec 3<>"/dev/tcp/${{nodes[0]}}/{PORTS}") 2>/dev/null'
         parts.append(f"""if ((rank >= {place.of_trainers})); then # until the trainers have ended

@@ -26,6 +26,8 @@ for name in sys.argv[1:]:
     except OSError as error: sys.exit(f"areax: no address of {name} on {socket.gethostname()}: {error}")' "${nodes[@]}")
 ((${#addresses[@]} == ${#nodes[@]})) || exit 1
 """
+# Ends a step, which answers the first SIGINT by passing it on to its tasks, and SIGTERM by killing them.
+END = '{ kill -INT "$running"; sleep 20; kill "$running"; } 2>/dev/null & wait "$running"; kill $!'
 GRACE_S = 120  # signal sent before the time limit: enough for a step and a checkpoint
 
 
@@ -94,25 +96,10 @@ def _servers(config: Config, command: list[str], place: Places, stage: bool) -> 
     gpus = config.slurm.gpus_per_node
     first = f"$(({place.first_gpu} + i % {place.servers} * {config.server_devices}))"
     isolated = f'bash -c "$own" - "{first}" {config.server_devices} ' if gpus else ""
-    keep = """# Runs a command on a node and restarts it up to three times: keep NAME NODE COMMAND
-keep() {
-  local name=$1 node=$2 pause running=
-  shift 2
-  trap '{ kill -INT "$running"; sleep 20; kill "$running"; } 2>/dev/null & wait "$running"; kill $!; exit' TERM
-  for pause in 1 2 4 0; do
-    "${step[@]}" --job-name="$name" --nodes=1 --ntasks=1 --nodelist="$node" "$@" >>"$logs/$name.log" 2>&1 &
-    running=$!
-    wait "$running"
-    echo "areax: $name on $node ended with exit code $?; see $logs/$name.log" >&2
-    sleep "$pause"
-  done
-  echo "areax: $name on $node has failed four times" >&2
-  last "$name"
-}"""
     staging = f"""
   at=$((port + 2 * i + 2)) # its stager, which fetches new weights
-  keep "stager-$i" "$node" "$python" {shlex.join(stager_words(command))} --host "${{addresses[on]}}" \\
-    --port "$at" --root "$stage-$i" &
+  keep "stager-$i" "$node" "${{task[@]}}" --job-name="stager-$i" \\
+    "$python" {shlex.join(stager_words(command))} --host "${{addresses[on]}}" --port "$at" --root "$stage-$i" &
   kept+=($!)
   stagers+=("http://$node:$at")
   name_at[${{stagers[-1]}}]=stager-$i"""
@@ -122,7 +109,9 @@ for i in $(seq 0 {config.servers - 1}); do
   on=$(({place.first_node} + i / {place.servers}))
   node=${{nodes[on]}}
   at=$((port + 2 * i + 1))
-  keep "server-$i" "$node" {isolated}{shell.text(server_words(config, command, shell.HOST, shell.PORT), 4, VARIABLES)} &
+  task=("${{step[@]}}" --nodes=1 --ntasks=1 --nodelist="$node")
+  keep "server-$i" "$node" "${{task[@]}}" --job-name="server-$i" \\
+    {isolated}{shell.text(server_words(config, command, shell.HOST, shell.PORT), 4, VARIABLES)} &
   kept+=($!)
   urls+=("http://$node:$at")
   name_at[${{urls[-1]}}]=server-$i{staging if stage else ""}
@@ -156,7 +145,7 @@ trap 'exit 143' TERM"""
         check='for one in "${kept[@]}"; do\n  kill -0 "$one" 2>/dev/null || exit 1 # failed four times\ndone',
         late='last "${name_at[$url]}"',
     )
-    return [shell.LAST, keep, start + ending, ready]
+    return [shell.LAST, shell.KEEP.format(end=END), start + ending, ready]
 
 
 def _trainers(config: Config, command: list[str], place: Places, stage: bool) -> str:

@@ -27,7 +27,10 @@ TIME = (
 )
 # SkyPilot
 ACCELERATORS = r"[A-Za-z][A-Za-z0-9._-]*(:[1-9][0-9]{0,3})?", "NAME:COUNT, as H100:8"
-BUCKET = r"[a-z][a-z0-9]*://[^\s\x00-\x1f\x7f]+", "a bucket's address, as s3://mine"
+BUCKET = (  # SkyPilot would refuse another one only when the job has a machine
+    r"(s3|gs|r2|oci|nebius|cw|vastdata)://[^\s/\x00-\x1f\x7f]+/?|cos://[\w-]+/[\w-]+/?|(https|hf)://[^\s\x00-\x1f\x7f]+",
+    "the address of a whole bucket of SkyPilot's stores, as s3://mine",
+)
 
 
 def check(option: str, value: str, spelling: tuple[str, str]) -> None:
