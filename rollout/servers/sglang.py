@@ -228,7 +228,7 @@ class SGLang(Endpoint):
             tokens in the images.
           ValueError: the server refused the request.
         """
-        prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt(prompt)
+        prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt(tuple(prompt))
         body = _body(prompt, sampling, adapter, cache_key, rid)
         if experts_per_token:
             body["return_routed_experts"] = True
@@ -277,7 +277,7 @@ class SGLang(Endpoint):
 
         Raises as `generate`.
         """
-        body = _body(TokensPrompt(tokens), {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {
+        body = _body(TokensPrompt(tuple(tokens)), {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {
             "logprob_start_len": 0
         }
         if top_k:

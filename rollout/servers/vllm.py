@@ -179,7 +179,7 @@ class VLLM(Endpoint):
         Raises ValueError also for images, which are not sent to vLLM yet, and where the server's log-probabilities are
         not at the temperature sampled at.
         """
-        prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt(prompt)
+        prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt(tuple(prompt))
         if prompt.images:
             raise ValueError(f"{self.url}: images are not sent to vLLM; generate with SGLang or areax serve")
         if self.mode == "raw_logprobs" and sampling.get("temperature", 1.0) != 1:
