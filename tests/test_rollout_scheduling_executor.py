@@ -23,7 +23,7 @@ from areax.rollout.rewards import Score
 from areax.rollout.scheduling import episodes, length_bias
 from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, EasyFirst
 from areax.rollout.scheduling.episodes import rollouts, sampling_seed
-from areax.rollout.scheduling.executor import Executor, Prompts
+from areax.rollout.scheduling.executor import AT_ONCE, Executor, Prompts
 from areax.rollout.types import Completion, sampled
 
 ROWS = [{"id": i} for i in range(23)]
@@ -1207,3 +1207,27 @@ def test_a_sample_with_other_arrays_than_the_first_is_replayed(caplog, monkeypat
     assert not any(sample.arrays for samples in groups for sample in samples)
     [said] = caplog.messages
     assert "arrays must be those of the first sample, of which {} differ, got {'x': 'target float'}; row id 1" in said
+
+
+def test_groups_begin_a_few_in_a_turn_of_the_loop():
+    turn, begun = 0, Counter()
+
+    async def workflow(generate, row):
+        begun[turn] += 1
+        await asyncio.sleep(1.0)
+        return sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
+
+    async def main():
+        nonlocal turn
+        rows = Prompts(ROWS, shuffle=False)
+        async with Executor(
+            workflow, None, rows, group_size=2, groups_per_batch=64, eta=0, max_concurrent=64, seed=None
+        ) as executor:
+            executor.admit(0)
+            while turn < 64:
+                await asyncio.sleep(0)
+                turn += 1
+            assert len(await executor.batch(0)) == 64
+
+    play(main())
+    assert begun.total() == 128 and max(begun.values()) <= AT_ONCE

@@ -1,7 +1,6 @@
 """Versions by way of a bucket: uploaded once, complete or not there, verified as from a file server."""
 
 import asyncio
-import errno
 import json
 import os
 import re
@@ -115,25 +114,12 @@ def test_a_transfer_resumes_by_ranges_and_damage_is_noticed(place, weights):
 
 
 def test_a_full_disk_leaves_nothing_behind(place, weights, monkeypatch):
-    class Full:
-        def __init__(self, path, mode):
-            self.file = open(path, mode)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     async def main():
         async with object_store.opened(at(place), RUN, keep=True) as bucket:
             one = published(place / "trainer", 0, weights[0])
             await bucket.offered(one)
             with monkeypatch.context() as patch:
-                patch.setattr(object_store, "open", Full, raising=False)
+                patch.setattr(object_store, "open", staging.Full, raising=False)
                 with pytest.raises(OSError, match="No space left"):
                     await fetched(place, one.label)
             assert os.listdir(place / "server") == []

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -226,25 +225,12 @@ def test_a_delta_on_a_damaged_base_is_not_used(place, weights):
 
 
 def test_a_full_disk_leaves_nothing_behind(place, weights, monkeypatch):
-    class Full:
-        def __init__(self, path, mode):
-            self.file = open(path, mode)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             one = published(place / "trainer", 1, weights[0])
             here.offer(one)
             with monkeypatch.context() as patch:
-                patch.setattr(http_source, "open", Full, raising=False)
+                patch.setattr(http_source, "open", staging.Full, raising=False)
                 with pytest.raises(OSError, match="No space left"):
                     await fetched(place / "server", one.label, here.url, here.key)
             assert os.listdir(place / "server") == []

@@ -24,8 +24,8 @@ from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import Reported
 from ..weights import load, lora, verify
-from . import turns
 from .fleet import Fleet, Restart, labels_of
+from .stagger import stagger
 
 log = logging.getLogger(__name__)
 
@@ -162,13 +162,14 @@ async def watch(fleet: Fleet) -> None:
     idle = Idle()
     while True:
         await asyncio.sleep(fleet.timeouts.heartbeat_s)
-        await turns.gather(_check(fleet, server) for server in fleet.healthy)
-        await turns.gather(_read_load(fleet, server, pauses, idle) for server in fleet.healthy)
+        await asyncio.gather(*(_check(fleet, server, i) for i, server in enumerate(fleet.healthy)))
+        await asyncio.gather(*(_read_load(fleet, server, pauses, idle, i) for i, server in enumerate(fleet.healthy)))
 
 
-async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], idle: Idle) -> None:
+async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], idle: Idle, number: int) -> None:
     """Adjusts the server's limit to its load report, unless a push has just disturbed its queue; says if it runs
     nothing. It is not resumed: another run may be loading weights into it."""
+    await stagger(number)
     report = await server.api.reported_load(timeout_s=fleet.timeouts.load_report_s)
     before, pauses[server] = pauses.get(server), server.pauses
     report = report if server.pauses == before else None
@@ -181,7 +182,8 @@ async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], id
         )  # fmt: skip
 
 
-async def _check(fleet: Fleet, server: Server) -> None:
+async def _check(fleet: Fleet, server: Server, number: int) -> None:
+    await stagger(number)
     oldest = server.admitted
     try:
         now = await server.api.reported_weights(timeout_s=fleet.timeouts.heartbeat_answer_s)

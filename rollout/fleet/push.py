@@ -20,8 +20,8 @@ from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Loaded, Probe, Published
 from ..weights import load, lora
-from . import turns
 from .fleet import Fleet, Rerouted
+from .stagger import stagger
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,9 @@ async def push_weights(
         async with fleet.publishing:
             servers = [server for server in fleet.servers if server.state in SOUND]
             slots = asyncio.Semaphore(parallel_servers or len(servers))
-            results = await turns.gather(_push_to_one(fleet, server, weights, mode, slots) for server in servers)
+            results = await asyncio.gather(
+                *(_push_to_one(fleet, server, weights, mode, slots, number) for number, server in enumerate(servers))
+            )
             by_url = list(zip((server.url for server in servers), results, strict=True))
             loaded = {url: result for url, result in by_url if not isinstance(result, str)}
             failed = {url: result for url, result in by_url if isinstance(result, str)}
@@ -205,9 +207,10 @@ async def _wait_for_servers(fleet: Fleet) -> None:
 
 
 async def _push_to_one(
-    fleet: Fleet, server: Server, weights: Published, mode: str, slots: asyncio.Semaphore
+    fleet: Fleet, server: Server, weights: Published, mode: str, slots: asyncio.Semaphore, number: int
 ) -> PushTiming | str:
-    """The timing, or why the server did not load the weights."""
+    """The timing, or why the server did not load the weights; `number` is its place among those that begin."""
+    await stagger(number)
     now = asyncio.get_running_loop().time
     begun = now()
     fetched = 0
