@@ -315,8 +315,9 @@ def eval(*options: str) -> int:
         from ..recipes import eval
 
     config = parse.parse(eval.Config, options, "areax eval")
-    _show(eval.main(config), config.json)
-    return 0
+    results = eval.main(config)
+    _show(results, config.json)
+    return 0 if results["scored_rows"] else 1
 
 
 def report(

@@ -199,4 +199,7 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
                 seed=config.seed if fleet.seeded else None, on_group=count, regroup=regroup.of(episode),
             )  # fmt: skip
     evaluation.say_endless(groups, tokens)
-    return evaluation.summary(groups, config.samples), evaluation.answers(asked, groups, tokens)
+    results = evaluation.summary(groups, config.samples)
+    if not results["scored_rows"]:
+        progress.say(f"eval: none of the {results['rows']} rows has a score; the lines above say why")
+    return results, evaluation.answers(asked, groups, tokens)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -228,9 +228,11 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         prompts = open_one(config.data, given, seed=config.seed)
     read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
     if config.env:
-        asyncio.run(environments.check(config.env, config.env_options, dict(prompts[0]), tokens))
-    own = functools.partial(environments.heldout, config.env, config.env_options)
-    held = {name: own(source) or read(source) for name, source in heldout.items()}
+        asyncio.run(environments.check(config.env, config.env_options, dict(prompts[0]), tokens, length))
+    held: dict[str, Sequence[dict]] = {}
+    for name, source in heldout.items():
+        own = environments.heldout(config.env, config.env_options, config.data, name, source)
+        held.update(own if own else {name: read(source)})
     common.say_added_ends(config.model, model, tokens)
     return prompts, held, check.images
 

@@ -154,11 +154,11 @@ def test_rows_are_seeds_unless_the_class_has_its_own(file):
     assert own[2] == {"seed": 2, "digits": 4, "split": "train"}
     flow = environments.rows(f"{file}:Flow", '{"digits": 4}', "train")
     assert list(flow) == list(flow) == own
-    assert environments.heldout(f"{file}:Own", "", "env:2")[1] == {"seed": 1, "digits": 1, "split": "eval"}
-    assert environments.heldout("", "", "rows.jsonl") is None
+    assert environments.heldout(f"{file}:Own", "", "", "", "env:2")[""][1] == {"seed": 1, "digits": 1, "split": "eval"}
+    assert environments.heldout("", "", "", "", "rows.jsonl") is None
     for env, source in (("", "env:3"), ("textarena:X", "env"), ("textarena:X", "env:0")):
         with pytest.raises(ValueError, match=f"--heldout env:N needs --env, and N, .* got {source}"):
-            environments.heldout(env, "", source)
+            environments.heldout(env, "", "", "", source)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,20 @@ def test_several_environments_have_shares_and_options_of_their_own(file):
     assert [row["data_source"] for row in rows] == ["a", "a", "b", "b"] and rows[0]["digits"] == 4
     assert [row[worlds.WORLD] for row in rows] == ["a", "a", "b", "b"]
     assert environments.shares("openenv:http://h/?a=b", "") == environments.shares("textarena:X", "") == []
+
+
+def test_held_out_tasks_of_a_mixture_are_those_of_the_environment_that_is_named(file):
+    env = f"a={file}:Own,b={file}:Sum"
+    of = lambda name: {
+        of: [row[worlds.WORLD] for row in rows] for of, rows in environments.heldout(env, "", "", name, "env:2").items()
+    }
+    assert of("") == {"a": ["a", "a"], "b": ["b", "b"]}
+    assert of("b") == {"b": ["b", "b"]} and of("all") == {"all": ["a", "a", "b", "b"]}
+    with pytest.raises(ValueError, match="--heldout env:2 is tasks of the environment, got --data rows.jsonl"):
+        environments.heldout(f"{file}:Sum", "", "rows.jsonl", "", "env:2")
+    for weight in ("nan", "-1", "1e9"):
+        with pytest.raises(ValueError, match="a weight must be a number above 0, such as 2 or 0.5, got"):
+            environments.shares(f"a={file}:Sum:{weight},b={file}:Own", "")
 
 
 @pytest.mark.parametrize("source", ["b", "gsm8k"])

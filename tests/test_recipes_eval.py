@@ -156,7 +156,7 @@ def test_without_json_the_numbers_are_lines(capsys, place):
     assert cli.main(words(place)) == 0
     out, said = capsys.readouterr()
     assert "evaluating 6 rows ...\n" in said
-    assert re.match(r"accuracy: \S+\nstderr: \S+\nrows: 6\nsamples: 6\n", out) and "pass@" not in out
+    assert re.match(r"accuracy: \S+\nstderr: \S+\nrows: 6\nscored_rows: 6\nsamples: 6\n", out) and "pass@" not in out
     assert not (place / "answers.jsonl").exists()
 
 

@@ -123,6 +123,48 @@ def test_a_world_that_exits_is_named(caplog):
     assert math.isnan(sample.reward) and "step: it exited (4)" in caplog.text
 
 
+class Panic(BaseException):
+    """As those of Rust by way of pyo3."""
+
+
+class Raises(Countdown):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def step(self, message):
+        raise {"panic": Panic, "cancelled": asyncio.CancelledError}[self.kind]("of its own")
+
+
+@pytest.mark.parametrize("kind", ("panic", "cancelled"))
+def test_what_is_no_exception_costs_its_episode_alone(caplog, kind):
+    [sample] = play(Policy("2"), Raises, options={"kind": kind})
+    assert math.isnan(sample.reward) and f"step: {'Panic' if kind == 'panic' else 'CancelledError'}" in caplog.text
+
+
+class Floods(Countdown):
+    async def reset(self, row):
+        return [{"role": "user", "content": "x"}] * 10**6
+
+
+def test_a_flood_of_messages_and_wrong_options_are_refused_at_once():
+    check = lambda world, **how: asyncio.run(
+        environments.check(f"{__file__}:{world.__name__}", {"from": 3}, tokenizer=TOKENS, **how)
+    )
+    with pytest.raises(ValueError, match="reset must return .*it has 1,000,000 messages, of at most 10,000"):
+        check(Floods)
+    for seconds in (0, -1, math.nan, "ten", True):
+        with pytest.raises(ValueError, match="step_timeout_s: must be a number of seconds above 0, got"):
+            check(Countdown, step_timeout_s=seconds)
+    with pytest.raises(ValueError, match="style: must be one of .*, got 'zzz'"):
+        check(Countdown, style="zzz")
+
+
+def test_a_first_observation_without_room_for_an_answer_is_told(caplog):
+    for longest, told in ((10**6, False), (2, True)):
+        asyncio.run(environments.check(f"{__file__}:Countdown", {"from": 3}, tokenizer=TOKENS, longest=longest))
+        assert ("rows at most 2: such episodes are left out" in caplog.text) == told
+
+
 class Duel:
     """Two players say numbers in turn; at the end the larger one wins."""
 

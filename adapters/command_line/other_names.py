@@ -75,9 +75,11 @@ TRL_GRPO = Names(
         ("`vespo_k_pos`, `vespo_lambda_pos`", "`areax train vespo`, `--objective.vespo-pos` K LAMBDA"),
         ("`vespo_k_neg`, `vespo_lambda_neg`", "`areax train vespo`, `--objective.vespo-neg` K LAMBDA"),
         ("`shuffle_dataset`", "`--curriculum.order` shuffled (the default)"),
+        ("`environment_factory`", "`--env` FILE.py:CLASS"),
         (
             "`max_tool_calling_iterations`",
-            "`turns` in `--workflow-options`, with `--workflow areax.rollout.workflows.multi_turn:tool_loop`",
+            "`turns` in `--env-options`; or in `--workflow-options`, with `--workflow "
+            "areax.rollout.workflows.multi_turn:tool_loop`",
         ),
         ("`cast_lm_head_to_fp32`", "= (log-probabilities are computed in fp32)"),
         (

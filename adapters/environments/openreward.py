@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...rollout.errors import ServerError
-from ...rollout.processes.printable import shown
+from ...rollout.processes.printable import one_line, shown
 from ...rollout.rewards.signatures import reported_number
 from . import arguments, function
-from .server import LARGEST, Server
+from .server import Server
 
 MOST = 1_000_000  # tasks of a split
 NOTHING = {"type": "object", "properties": {}}
@@ -38,20 +37,13 @@ class World:
         split: str, name: str, *, variant: str = "", train_split: str = "train", eval_split: str = "test"
     ) -> Iterable[dict]:
         """{"variant", "split", "index"} of each task. Raises ValueError if the server does not know how many."""
-        url, given = name.rstrip("/"), train_split if split == "train" else eval_split
+        given = train_split if split == "train" else eval_split
         try:
-            variant = variant or _asked(f"{url}/list_environments")[0]
-            count = _asked(f"{url}/{variant}/num_tasks", {"split": given})["num_tasks"]
-            if type(count) is not int or not 0 <= count <= MOST:
-                raise ValueError(f"num_tasks must be a number up to {MOST:,}, got {count!r:.80}")
-            return [{"variant": variant, "split": given, "index": n} for n in range(count)]
-        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            detail: Any = error
-            if isinstance(error, urllib.error.HTTPError):
-                detail = f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
-            raise ValueError(
-                f"openreward: {url}: no tasks of the split {given}: {' '.join(str(detail).split())}"
-            ) from error
+            with ThreadPoolExecutor(1) as pool:  # whose thread has no event loop yet
+                variant, count = pool.submit(asyncio.run, _tasks(name, variant, given)).result()
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"openreward: {name}: no tasks of the split {given}: {one_line(error)}") from error
+        return [{"variant": variant, "split": given, "index": n} for n in range(count)]
 
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Begins a session with the row's task."""
@@ -113,21 +105,20 @@ class World:
         return _output(f"{self._server.url}/{path}", result)
 
 
-class _Stays(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _asked(url: str, content: Any = None) -> Any:
-    data = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.build_opener(_Stays).open(request, timeout=TIMEOUT_S) as reply:
-        text = reply.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"the answer has more than {LARGEST} bytes")
-    return json.loads(text)
+async def _tasks(name: str, variant: str, split: str) -> tuple[str, int]:
+    """The environment, a server's first unless it is named, and the number of its tasks in a split."""
+    server = Server(name)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            variant = variant or (await server.json("GET", "list_environments"))[0]
+            count = (await server.json("POST", f"{variant}/num_tasks", {"split": split}))["num_tasks"]
+    except TimeoutError as error:
+        raise ValueError(f"no answer in {TIMEOUT_S:g} s") from error
+    finally:
+        await server.close()
+    if type(count) is not int or not 0 <= count <= MOST:
+        raise ValueError(f"num_tasks must be a number up to {MOST:,}, got {count!r:.80}")
+    return variant, count
 
 
 def _output(where: str, result: Any) -> tuple[Any, float | None, bool]:

@@ -398,6 +398,7 @@ METRICS = {
     "reward_std": "standard deviation of the reward over the samples of the step",
     "rollout_tokens_per_second": "tokens generated per second of wall time, evaluations included",
     "rows": "problems in the evaluation",
+    "scored_rows": "problems with a scored completion, of which the accuracy is the mean",
     "samples": "samples in the batch",
     "score": "a reward model's score, of both completions",
     "seconds": "seconds of the run so far, without the time between two processes",

@@ -88,6 +88,8 @@ def shares(env: str, options: str) -> list[Share]:
         weighted = WEIGHT.fullmatch(place)
         if weighted and ADDRESS.fullmatch(weighted[1]):
             weighted = None
+        if not weighted and place.count(":") > 1 and _misweighted(place):
+            raise ValueError(f"--env: a weight must be a number above 0, such as 2 or 0.5, got {text}")
         place, weight = (weighted[1], Fraction(weighted[2])) if weighted else (place, Fraction(1))
         if not weight or place.partition(":")[0] in AGENTS:
             what = "have a weight above 0" if not weight else "be stepped by the trainer, which those of agents are not"
@@ -98,6 +100,16 @@ def shares(env: str, options: str) -> list[Share]:
     return made
 
 
+def _misweighted(place: str) -> bool:
+    """Whether an environment ends with a number that is no weight, and no port."""
+    before, _, last = place.rpartition(":")
+    try:
+        float(last)
+    except ValueError:
+        return False
+    return not ADDRESS.fullmatch(before)
+
+
 def named(env: str, options: str) -> Environment:
     """What `--env` and `--env-options` name. Raises ValueError if there is no such class or function."""
     given = json_object("--env-options", options)
@@ -105,6 +117,10 @@ def named(env: str, options: str) -> Environment:
     if kind in AGENTS and name:
         return Environment(env, "", AGENT.format(kind), {"name": name, **given}, {})
     play = {name: given.pop(name) for name in OF_PLAY if name in given}
+    try:
+        environments.check_options(**play)
+    except ValueError as error:
+        raise ValueError(f"--env-options: {error}") from None
     variables = play.get("environment", ())
     workers = environment_workers.counted(play.get("workers", 0), variables)
     if kind in WORLDS and name:
@@ -202,38 +218,54 @@ class Worlds(Mixture):
         return {**super().__getitem__(ordinal), WORLD: self.source(ordinal)}
 
 
-def heldout(env: str, options: str, source: str) -> list[dict] | None:
-    """The rows of `--heldout env:N`, the first N of each environment's for evaluation; None for another source.
+def heldout(env: str, options: str, data: str, name: str, source: str) -> dict[str, list[dict]] | None:
+    """{name: rows} of `--heldout [NAME=]env:N`, the first N for evaluation; None for another source.
+
+    Of a mixture without a name there is a set for each environment, and with that of one, its own.
+
+    Args:
+      data: `--data`, which the environment's own tasks are not.
 
     Raises:
-      ValueError: there is no environment, or no N.
+      ValueError: there is no environment, or no N; or there is `data`.
     """
     word, _, count = source.partition(":")
     if word != "env":
         return None
     if not (env and count.isdecimal() and int(count)):
         raise ValueError(f"--heldout env:N needs --env, and N, how many of its tasks to evaluate on, got {source}")
-    return first(env, options, int(count))
+    if data:
+        raise ValueError(f"--heldout {source} is tasks of the environment, got --data {data} in their place; name rows")
+    each = {x.name: x for x in shares(env, options)}
+    if not each or name and name not in each:
+        return {name: first(env, options, int(count))}
+    return {x.name: _first_of(x, int(count)) for x in each.values() if name in ("", x.name)}
+
+
+def _first_of(share: Share, count: int) -> list[dict]:
+    return [{FIELD: share.name, **row, WORLD: share.name} for row in first(share.env, share.options, count)]
 
 
 def first(env: str, options: str, count: int) -> list[dict]:
     """The first `count` rows of an environment for evaluation, or of each of a mixture."""
     if several := shares(env, options):
-        return [{FIELD: x.name, **row, WORLD: x.name} for x in several for row in first(x.env, x.options, count)]
+        return [row for share in several for row in _first_of(share, count)]
     found = list(itertools.islice(rows(env, options, "eval"), count))
     if not found:
         raise ValueError(f"--env {env}: must have tasks for evaluation, got none of rows('eval')")
     return found
 
 
-async def check(env: str, options: str, row: dict, tokens: Any) -> None:
+async def check(env: str, options: str, row: dict, tokens: Any, longest: int = 0) -> None:
     """Begins and ends an episode, of a mixture one of each. Raises ValueError, in one line, if the environment cannot;
-    an agent's `rows` has."""
+    an agent's `rows` has. `longest` as of `environments.check`."""
     for share in (several := shares(env, options)):
-        await check(share.env, share.options, next(iter(rows(share.env, share.options, "train"))), tokens)
+        await check(share.env, share.options, next(iter(rows(share.env, share.options, "train"))), tokens, longest)
     if several:
         return
     found = named(env, options)
     if not found.world:
         return
-    await environments.check(found.world, row, tokenizer=tokens, options=found.options, name=found.name, **found.play)
+    await environments.check(
+        found.world, row, tokenizer=tokens, options=found.options, name=found.name, longest=longest, **found.play
+    )

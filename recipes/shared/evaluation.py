@@ -56,10 +56,10 @@ def summary(groups: Sequence[Sequence[Sample]], samples: int) -> dict[str, Any]:
       samples: completions asked for per row, n.
 
     Returns:
-      {"accuracy", "stderr", "rows", "samples", "unscorable", "truncated", "length", "pass@2", "pass@4", ..., "pass@n"}.
-      `accuracy` is the mean over rows of the mean reward of a row's scored completions (avg@n), `stderr` its standard
-      error over rows; `pass@k`, the mean over rows of `pass_at`, leaves out rows with fewer than k scored completions.
-      None where there is nothing to average.
+      {"accuracy", "stderr", "rows", "scored_rows", "samples", "unscorable", "truncated", "length", "pass@2", "pass@4",
+      ..., "pass@n"}. `accuracy` is the mean, over the `scored_rows` that have a scored completion, of the mean reward
+      of these (avg@n), `stderr` its standard error over rows; `pass@k`, the mean over rows of `pass_at`, leaves out
+      rows with fewer than k scored completions. None where there is nothing to average.
     """
     every = [sample for group in groups for sample in group]
     outcomes = [[episodes.outcome(s) for s in episodes.one_a_rollout(group)] for group in groups]
@@ -71,6 +71,7 @@ def summary(groups: Sequence[Sequence[Sample]], samples: int) -> dict[str, Any]:
         "accuracy": mean(rows),
         "stderr": float(np.std(rows, ddof=1) / len(rows) ** 0.5) if len(rows) > 1 else None,
         "rows": len(groups),
+        "scored_rows": len(rows),
         "samples": len(every),
         "unscorable": sum(x != x for row in outcomes for x in row),
         "truncated": mean([s.finish == "length" for s in every]),
@@ -89,11 +90,18 @@ def say_endless(groups: Sequence[Sequence[Sample]], tokens: Any) -> None:
 
 
 def combined(sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The metrics of several sets as one: each as NAME/metric, their mean as "accuracy", their sum as "rows"."""
+    """The metrics of several sets as one: each as NAME/metric, their mean as "accuracy", their sums as "rows" and
+    "scored_rows"."""
     flat = {f"{name}/{key}" if name else key: x for name, values in sets.items() for key, x in values.items()}
     accuracies = [values["accuracy"] for values in sets.values() if values["accuracy"] is not None]
     total = {"accuracy": float(np.mean(accuracies)) if accuracies else None}
-    return total | {"rows": sum(values["rows"] for values in sets.values())} | flat
+    return total | {name: sum(values[name] for values in sets.values()) for name in ("rows", "scored_rows")} | flat
+
+
+def counted(values: dict[str, Any]) -> str:
+    """The held-out rows that an accuracy is of, in words."""
+    scored, rows = values["scored_rows"], values["rows"]
+    return f"{rows} held-out rows" if scored == rows else f"{scored} of {rows} held-out rows, the others have no score"
 
 
 def answers(rows: Sequence[dict], groups: Sequence[Sequence[Sample]], tokens: Any) -> list[dict]:

@@ -89,7 +89,7 @@ class Log:
         self.evaluations[v] = evaluation.combined(sets)
         self._run.log("eval", v, **self.evaluations[v], server_version=self._fleet.version)
         if (accuracy := self.evaluations[v]["accuracy"]) is not None:
-            progress.say(f"grpo version {v}: accuracy {accuracy:.4g} on {self.evaluations[v]['rows']} held-out rows")
+            progress.say(f"grpo version {v}: accuracy {accuracy:.4g} on {evaluation.counted(self.evaluations[v])}")
         if self._saving.samples_every:
             first = [(group[0], None) for group in groups[:SHOWN] if group]
             describe.show(self._run, self._tokens, v, first, kind="eval")

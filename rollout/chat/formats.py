@@ -93,5 +93,10 @@ def _fits(chat_template: str, marks: Marks) -> bool:
 
 
 def style_for(tokenizer: Any, given: str = "", family: str = "") -> str:
-    """`given`, or else the format that the tokenizer's chat template shows, as `style_of`."""
+    """`given`, or else the format that the tokenizer's chat template shows, as `style_of`.
+
+    Raises ValueError if `given` is no format.
+    """
+    if given and given not in (*NAMES, UNKNOWN):
+        raise ValueError(f"style: must be one of {', '.join(NAMES)}, got {given!r:.80}")
     return given or style_of(str(getattr(tokenizer, "chat_template", None) or ""), family)

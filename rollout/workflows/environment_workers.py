@@ -187,6 +187,7 @@ class RemoteWorld:
 
     def __init__(self, worker: _Worker):
         self._worker, self.number = worker, next(_numbers)
+        self._hangs = False  # a call was not waited for to the end
         self.tools: Any = ()
         self.seats: Any = 1
         self.seat: Any = 0
@@ -202,11 +203,17 @@ class RemoteWorld:
 
     async def close(self) -> None:
         self._worker.worlds -= 1
-        if not self._worker.lost:
+        if self._hangs:
+            self._worker.forget(self)
+        elif not self._worker.lost:
             await self.call("close")
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        told = await self._worker.call(self.number, method, *arguments)
+        try:
+            told = await self._worker.call(self.number, method, *arguments)
+        except asyncio.CancelledError:
+            self._hangs = True
+            raise
         vars(self).update({name: told[name] for name in SHOWN if name in told})
         return told.get("value")
 

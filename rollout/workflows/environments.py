@@ -11,13 +11,14 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from .. import object_path
-from ..chat import conversation, images, parsers, template
+from ..chat import conversation, formats, images, parsers, template
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
 from ..errors import ServerError
@@ -31,6 +32,7 @@ from .multi_turn import counted, following, style_of_calls
 log = logging.getLogger(__name__)
 
 WORLD = "areax_environment"  # of a row of a mixture: its environment, which does not see this field
+MOST_MESSAGES = 10_000  # that an environment may show at once
 Seen = str | Sequence[Mapping[str, Any]]  # a user's message, or messages in OpenAI's format
 
 
@@ -210,20 +212,41 @@ async def play_one_of(
     return await play(generate, own, tokenizer=tokenizer, processor=processor, sampling=sampling, **how)
 
 
+def check_options(*, step_timeout_s: Any = 60.0, style: str = "", turns: Any = 16, **_: Any) -> None:
+    """Raises ValueError for values that these arguments of `play` cannot have."""
+    counted(turns)
+    formats.style_for(None, style)
+    if type(step_timeout_s) not in (int, float) or not 0 < step_timeout_s < math.inf:
+        raise ValueError(f"step_timeout_s: must be a number of seconds above 0, got {step_timeout_s!r:.80}")
+
+
 async def check(
     world: str, row: Mapping[str, Any], *, tokenizer: Any, options: Mapping[str, Any] | None = None, name: str = "",
     step_timeout_s: float = 60.0, style: str = "", turns: int = 16, workers: int = 0, environment: Sequence[str] = (),
+    longest: int = 0,
 ) -> None:  # fmt: skip
-    """Begins and ends an episode, arguments as of `play`. Raises ValueError, in one line, if it cannot begin."""
-    counted(turns)
+    """Begins and ends an episode, arguments as of `play`. Raises ValueError, in one line, if it cannot begin.
+
+    Args:
+      longest: tokens of a training row, 0 = any number; a first observation that leaves no room for an answer is told.
+    """
+    check_options(step_timeout_s=step_timeout_s, style=style, turns=turns)
     async with workflow_context.opened() as shared:
         make = functools.partial(await _maker(shared, world, min(1, workers), environment), **(options or {}))
-        await _check(make, row, tokenizer, name or world, style, step_timeout_s, _begin_s(step_timeout_s, workers))
+        begin_s = _begin_s(step_timeout_s, workers)
+        talk = await _check(make, row, tokenizer, name or world, style, step_timeout_s, begin_s)
+    text = template.render(tokenizer, talk.messages, talk.tools, talk.variables, ask=True)
+    if longest and (length := len(template.encode(tokenizer, text))) >= longest:
+        log.warning(
+            "environment %s: the first observation has %d tokens, and rows at most %d: such episodes are left out; "
+            "raise --length; %s", name or world, length, longest, object_path.row(row),
+        )  # fmt: skip
 
 
 async def _check(
     make: Callable, row: Mapping[str, Any], tokenizer: Any, name: str, style: str, step_timeout_s: float, begin_s: float
-) -> None:
+) -> conversation.Conversation:
+    """The conversation that an episode begins with."""
     call, own = functools.partial(_called, seconds=step_timeout_s), None
     try:
         own = await _called("its constructor", make, seconds=begin_s)
@@ -231,7 +254,8 @@ async def _check(
         messages = _messages("reset", await call("reset", _method(own, "reset"), row))
         if kit := await call("tools", _tools, own):
             style_of_calls(f"environment {name} has tools", tokenizer, style)
-        template.readable(tokenizer, conversation.Conversation(messages, tuple(kit), conversation.variables(row)))
+        talk = conversation.Conversation(messages, tuple(kit), conversation.variables(row))
+        return template.readable(tokenizer, talk)
     except (Failed, ServerError) as error:
         raise ValueError(f"environment {name} cannot begin: {error}; {object_path.row(row)}") from error
     finally:
@@ -257,11 +281,21 @@ async def _called(what: str, function: Callable[..., Any], *arguments: Any, seco
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         raise Failed(f"{what}: it exited ({getattr(error, 'code', type(error).__name__)!r:.80})") from error
-    except Exception as error:  # a stranger's code may raise anything
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # a stranger's code may raise anything
+        if isinstance(error, asyncio.CancelledError) and cancelled():
+            raise
         if isinstance(error, TimeoutError) and limit.expired():
             told = f"must return within step_timeout_s, {seconds:g} s, and did not; raise it in --env-options"
             raise Failed(f"{what} {told}") from error
         raise Failed(f"{what}: {line(error)}") from error
+
+
+def cancelled() -> bool:
+    """Whether this task is being cancelled; otherwise a CancelledError is raised by a stranger's code."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 async def _answer(session: Session, tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> Interaction | None:
@@ -297,6 +331,8 @@ def _messages(what: str, seen: Any) -> list[dict[str, Any]]:
     try:
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError("it is neither")
+        if len(messages) > MOST_MESSAGES:
+            raise ValueError(f"it has {len(messages):,} messages, of at most {MOST_MESSAGES:,}")
         conversation.check(messages)
         return [copy.deepcopy(dict(one)) for one in messages]  # the world may change them later
     except Exception as error:  # a stranger's classes may raise anything
