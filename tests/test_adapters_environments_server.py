@@ -303,20 +303,22 @@ def test_a_count_of_tasks_that_is_none_is_refused(count):
 @pytest.mark.parametrize(
     "answer, line",
     [
-        (lambda: web.Response(status=302, headers={"Location": "/v/other"}), "HTTP 302:"),
+        (lambda: web.Response(status=302, headers={"Location": "/v/other"}), "HTTP 302: it redirects"),
         (lambda: web.Response(body=bytes(2**20)), "the answer has more than 1000000 bytes"),
-        (lambda: web.Response(text=DEEP), "maximum recursion depth exceeded"),
+        (lambda: web.Response(text=DEEP), "the answer is nested too deeply"),
     ],
 )
 def test_rows_follow_no_redirect_and_read_no_more_than_they_may(answer, line, monkeypatch):
-    monkeypatch.setattr(openreward, "LARGEST", 10**6)
+    monkeypatch.setattr(server, "LARGEST", 10**6)
 
     async def run():
         answers = {"v/num_tasks": answer, "v/other": lambda: J({"num_tasks": 3})}
         async with serving(lambda path: answers[path]()) as url:
             return await asyncio.to_thread(openreward.World.rows, "train", url, variant="v")
 
-    with pytest.raises(ValueError, match=rf"^openreward: http://.*: no tasks of the split train: {line}"):
+    with pytest.raises(
+        ValueError, match=rf"^openreward: http://.*: no tasks of the split train: http:.*num_tasks: {line}"
+    ):
         asyncio.run(run())
 
 

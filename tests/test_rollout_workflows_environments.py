@@ -155,7 +155,7 @@ def test_a_flood_of_messages_and_wrong_options_are_refused_at_once():
     for seconds in (0, -1, math.nan, "ten", True):
         with pytest.raises(ValueError, match="step_timeout_s: must be a number of seconds above 0, got"):
             check(Countdown, step_timeout_s=seconds)
-    with pytest.raises(ValueError, match="style: must be one of .*, got 'zzz'"):
+    with pytest.raises(ValueError, match="style must be one of .*, got 'zzz'"):
         check(Countdown, style="zzz")
 
 

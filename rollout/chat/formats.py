@@ -98,5 +98,5 @@ def style_for(tokenizer: Any, given: str = "", family: str = "") -> str:
     Raises ValueError if `given` is no format.
     """
     if given and given not in (*NAMES, UNKNOWN):
-        raise ValueError(f"style: must be one of {', '.join(NAMES)}, got {given!r:.80}")
+        raise ValueError(f"style must be one of {', '.join(NAMES)}, got {given!r:.80}")
     return given or style_of(str(getattr(tokenizer, "chat_template", None) or ""), family)

@@ -77,8 +77,6 @@ async def serve(
       ValueError: the address is not available, or is reachable from other machines without an admin_key.
     """
     style = parsers.style_for(tokenizer, style)
-    if style not in STYLES:
-        raise ValueError(f"serve: style must be one of {', '.join(parsers.NAMES)}, got {style!r}")
     if not admin_key and not http_process.loopback(host):
         raise ValueError(f"serve: a host that other machines can reach needs an admin_key, got {host!r} and none")
     sessions = Sessions(limits, admin_key)
