@@ -399,7 +399,7 @@ test-wheel: $(dev) ## build the wheel, and test the installed copy from another 
 .PHONY: test-hosts
 test-hosts: export XLA_FLAGS += $(fast)
 test-hosts: export AREAX_HOSTS := 1
-test-hosts: $(dev) ## test jobs over several hosts, as network namespaces that lose power or are cut off (root, iproute2), ten minutes
+test-hosts: $(dev) ## test jobs over several hosts, as network namespaces that lose power or are cut off (root, iproute2), 13 minutes
 	@[ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] && command -v ip nsenter unshare > /dev/null || { echo "make: test-hosts" \
 	  "needs root, /dev/net/tun, iproute2 and util-linux (Debian: apt install iproute2 util-linux)" >&2; exit 2; }
 	$(py) -m pytest -q tests/hosts
