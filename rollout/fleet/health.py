@@ -24,6 +24,7 @@ from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import Reported
 from ..weights import load, lora, verify
+from . import turns
 from .fleet import Fleet, Restart, labels_of
 
 log = logging.getLogger(__name__)
@@ -161,8 +162,8 @@ async def watch(fleet: Fleet) -> None:
     idle = Idle()
     while True:
         await asyncio.sleep(fleet.timeouts.heartbeat_s)
-        await asyncio.gather(*(_check(fleet, server) for server in fleet.healthy))
-        await asyncio.gather(*(_read_load(fleet, server, pauses, idle) for server in fleet.healthy))
+        await turns.gather(_check(fleet, server) for server in fleet.healthy)
+        await turns.gather(_read_load(fleet, server, pauses, idle) for server in fleet.healthy)
 
 
 async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], idle: Idle) -> None:

@@ -20,6 +20,7 @@ from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Loaded, Probe, Published
 from ..weights import load, lora
+from . import turns
 from .fleet import Fleet, Rerouted
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ async def push_weights(
         async with fleet.publishing:
             servers = [server for server in fleet.servers if server.state in SOUND]
             slots = asyncio.Semaphore(parallel_servers or len(servers))
-            results = await asyncio.gather(*(_push_to_one(fleet, server, weights, mode, slots) for server in servers))
+            results = await turns.gather(_push_to_one(fleet, server, weights, mode, slots) for server in servers)
             by_url = list(zip((server.url for server in servers), results, strict=True))
             loaded = {url: result for url, result in by_url if not isinstance(result, str)}
             failed = {url: result for url, result in by_url if isinstance(result, str)}

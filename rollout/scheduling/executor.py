@@ -32,6 +32,7 @@ from typing import Any
 
 from .. import events
 from ..errors import ServerError
+from ..journal.store import Begun, Journal
 from ..processes.printable import one_line
 from ..rewards.signatures import Regroup
 from ..types import Generate, Sample, Workflow
@@ -46,6 +47,7 @@ from .validation import CheckImages, checked, forms, like_first
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 32  # episodes begun in one turn of the loop
 GIVEN_UP = 8  # consecutive groups lost to failing servers (or a whole batch, if that is more) that end the run
 REFUSED_BATCHES = 64  # consecutive batches' worth of groups, all refused, that end the run
 
@@ -80,6 +82,7 @@ class Executor:
         vocabulary: int | None = None,
         experts: int | None = None,
         check_images: CheckImages | None = None,
+        journal: Journal | None = None,
     ):
         """
         Args:
@@ -102,6 +105,7 @@ class Executor:
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
           experts: number of its experts in a layer, likewise.
           check_images: checks the images of samples, as `validation.checked` has it.
+          journal: where episodes and batches are kept, and which has the episodes that a former process finished.
         """
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -121,6 +125,7 @@ class Executor:
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
         self.regroup, self.batches, self.oversample = regroup, batches, oversample
         self.vocabulary, self.experts, self.check_images = vocabulary, experts, check_images
+        self.journal = journal
         self._version: int | None = None  # admitted by all servers
         self._forms: dict[str, str] | None = None  # of the first sample
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
@@ -131,8 +136,10 @@ class Executor:
         self._running: dict[int, tuple[int, asyncio.Task]] = {}  # prompt: (version, task), oldest first
         self._ready: dict[int, tuple[int, list[Sample]]] = {}  # prompt: (version, samples)
         self._adaptive = prompts if isinstance(prompts, Adaptive) else None
+        self._forgotten: list[int] = []  # prompts whose recorded episodes no batch will take
         self._left_out: dict[int, float] = {}  # prompt: success, of ended groups that no batch will take
         self._changed = asyncio.Event()
+        self._filling = False  # more prompts will be admitted in the next turn of the loop
         self._closed = False
         self._error: BaseException | None = None
         self._refused = self._failed = self._unscored = 0  # consecutive; of those refused without a reward
@@ -140,6 +147,10 @@ class Executor:
         self._lengths = length_bias.Lengths(groups_per_batch)
         if cursor is not None:
             self._resume(cursor)
+        past = journal.past.begun if journal else {}
+        mine = {prompt for prompt in past if prompt >= self._next or prompt in self._open}
+        self._recorded = {prompt: past[prompt] for prompt in mine}
+        self._forgotten += past.keys() - mine  # of a batch that is trained on already
 
     async def __aenter__(self) -> Executor:
         return self
@@ -173,22 +184,30 @@ class Executor:
         while True:
             if self._error:
                 raise self._error
-            order = sorted(
-                self._ready, key=lambda prompt: (self._ready[prompt][0], prompt not in self._retrying, prompt)
-            )
-            oldest, left = sorted(order[: self.groups_per_batch]), order[self.groups_per_batch :]
-            if len(oldest) == self.groups_per_batch and self._in_time(v, left):
-                self._batch += 1
-                groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
-                self._retrying -= groups.keys()
-                if self.oversample:
-                    self._stop(self._late(v, left))
-                self._observe(groups)
-                self._lengths.train(map(_length, groups.values()))
-                events.emit("batch", version=v, prompts=oldest)
-                return list(groups.values())
+            if len(self._ready) >= self.groups_per_batch and (groups := self._close(v)):
+                if self.journal:
+                    ended = [*groups, *self._forgotten]
+                    self._forgotten.clear()
+                    await self.journal.close_batch(v, [*groups.values()], self.cursor(), ended)
+                return [*groups.values()]
             self._changed.clear()
             await self._changed.wait()
+
+    def _close(self, v: int) -> dict[int, list[Sample]] | None:
+        """The groups of batch v by prompt, which is thereby closed; None while it must wait."""
+        order = sorted(self._ready, key=lambda prompt: (self._ready[prompt][0], prompt not in self._retrying, prompt))
+        oldest, left = sorted(order[: self.groups_per_batch]), order[self.groups_per_batch :]
+        if not self._in_time(v, left):
+            return None
+        self._batch += 1
+        groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
+        self._retrying -= groups.keys()
+        if self.oversample:
+            self._stop(self._late(v, left))
+        self._observe(groups)
+        self._lengths.train(map(_length, groups.values()))
+        events.emit("batch", version=v, prompts=oldest)
+        return groups
 
     def lengths(self) -> dict[str, float]:
         """The length of started groups, and the bias of those in batches (`length_bias.Lengths.report`)."""
@@ -285,6 +304,7 @@ class Executor:
             self._lengths.stop(prompt, now)
             events.emit("group", prompt=prompt, admitted=version, outcome="stopped")
         self._total["stopped"] += len(prompts)
+        self._forgotten += prompts
         self._retrying -= set(prompts)
         self._deferred += prompts
         self._reopen()
@@ -308,19 +328,40 @@ class Executor:
         return min(self.max_concurrent - running, most - (accepted + running))
 
     def _fill(self) -> None:
-        v = self._version
-        while v is not None and not self._closed and not self._error and self._room(v) > 0:
-            if self._open:
-                prompt = self._open.popleft()
-            else:
-                prompt, self._next = self._next, self._next + 1
-            task = asyncio.create_task(self._group(prompt, v))
-            self._running[prompt] = (v, task)
-            self._lengths.begin(prompt, asyncio.get_running_loop().time())
-            task.add_done_callback(functools.partial(self._finish, prompt))
+        """Admits prompts while there is room, a few in a turn of the loop: answers that arrive need turns, too."""
+        if self._filling or self._version is None:
+            return
+        for _ in range(max(1, AT_ONCE // self.group_size)):
+            if self._closed or self._error or self._room(self._version) <= 0 or not self._begin(self._version):
+                return
+        self._filling = True
+        asyncio.get_running_loop().call_soon(self._fill_on)
 
-    async def _group(self, prompt: int, version: int) -> tuple[list[Sample], bool]:
-        """The samples of a prompt's group, and whether they may be trained on."""
+    def _fill_on(self) -> None:
+        self._filling = False
+        self._fill()
+
+    def _begin(self, v: int) -> bool:
+        """Starts the group of the next prompt, admitted at version v; or at that at which a former process admitted it,
+        for which it may have to wait: returns whether it has started."""
+        prompt = self._open[0] if self._open else self._next
+        admitted = self._recorded.get(prompt, Begun(v, {}))
+        if admitted.version > v:
+            return False
+        if self._open:
+            self._open.popleft()
+        else:
+            self._next += 1
+        known = self._recorded.pop(prompt, admitted).episodes
+        task = asyncio.create_task(self._group(prompt, admitted.version, known))
+        self._running[prompt] = (admitted.version, task)
+        self._lengths.begin(prompt, asyncio.get_running_loop().time())
+        task.add_done_callback(functools.partial(self._finish, prompt))
+        return True
+
+    async def _group(self, prompt: int, version: int, known: Mapping[int, list[Sample]]) -> tuple[list[Sample], bool]:
+        """The samples of a prompt's group, and whether they may be trained on; `known` episodes were played before."""
+        journal = self.journal
         samples = await group(
             self.workflow,
             functools.partial(_undistorted, self.generate),
@@ -332,6 +373,8 @@ class Executor:
             regroup=self.regroup,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
+            known=known,
+            keep=journal and (lambda index, samples: journal.keep(prompt, index, version, samples)),
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
@@ -376,6 +419,7 @@ class Executor:
         self._lengths.end(prompt, asyncio.get_running_loop().time(), tokens)
         if not accepted:
             self._retrying.discard(prompt)
+            self._forgotten.append(prompt)
             self._left_out[prompt] = success(samples)
         if accepted:
             self._ready[prompt] = samples[0].info["admitted"], samples
