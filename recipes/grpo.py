@@ -316,7 +316,7 @@ async def train(
                 greedy=bool(heldout) or objective.advantage.mean == "greedy",
             )
         )  # fmt: skip
-        journal = await enter_async(journals.opened(config, run, start, known))
+        journal = await enter_async(journals.opened(config, run, start, known, identity))
         executor = await enter_async(
             rollouts.scheduler(
                 episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
@@ -352,6 +352,8 @@ async def train(
 
         def save(v: int, position) -> None:
             run_on_all("save", v, position | {"data": identity, "contents": known} | giving_up.kept)
+            if journal and config.saving.journal == "prune" and (kept := orbax.versions(Path(config.out) / "state")):
+                journal.prune(kept[0], eta)
 
         async def evaluate(v: int) -> None:
             with log.terminal.counting(f"evaluating version {v}") as count:
@@ -364,7 +366,7 @@ async def train(
 
         seconds = await ending.interruptible(
             loop.run(
-                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
+                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=batches.admit,
                 cursor=batches.cursor, eta=eta, start=start, steps=steps, save_every=config.saving.save_every,
                 save_seconds=60 * config.saving.save_minutes,
                 evaluate_every=config.evaluation.evaluate_every or steps,

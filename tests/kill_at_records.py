@@ -3,11 +3,10 @@
     python kill_at_records.py JOB
 
 JOB is a JSON file: `module` and `function` that make the grpo.Config, its `arguments`, `deaths` (the number of the
-record at which each process dies; the last one lives) and `log`, to which is written which episodes were generated, and which are in the journal.
-All processes are forks of this one, which has imported what they need.
+record at which each process dies; the last one lives) and `log`, to which is written which episodes were generated, and
+which are in the journal. All processes are forks of this one, which has imported what they need.
 """
 
-import contextvars
 import importlib
 import json
 import os
@@ -22,25 +21,22 @@ from areax.rollout.journal import store
 def die_at(number, log):
     """Kills this process at the record `number`: in turns before and after it is in the file."""
     written, keep, count = store.Journal._written, store.Journal.keep, 0
-    episode = contextvars.ContextVar("episode", default=None)
 
-    async def counted(self, write):
+    def counted(self, write):
         nonlocal count
         count += 1
-        last = count == number
-        if last and number % 2:
+        if count == number and number % 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        await written(self, write)
-        if name := episode.get():
-            log.write(f"kept {name}\n")
-        if last:
+        done = written(self, write)
+        if count == number:
+            done.result()
             os.kill(os.getpid(), signal.SIGKILL)
+        return done
 
-    async def kept(self, prompt, index, admitted, samples):
-        log.write(f"generated {prompt}/{index}\n")
-        token = episode.set(f"{prompt}/{index}")
-        await keep(self, prompt, index, admitted, samples)
-        episode.reset(token)
+    async def kept(self, prompt, admitted, row, episode, samples, **more):
+        log.write(f"generated {prompt}/{episode}\n")
+        await keep(self, prompt, admitted, row, episode, samples, **more)
+        log.write(f"kept {prompt}/{episode}\n")
 
     store.Journal._written, store.Journal.keep = counted, kept
 

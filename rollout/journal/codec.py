@@ -7,11 +7,12 @@ because the high ones repeat. Images are named by their hashes; their bytes are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
+import xxhash
 import zstandard
 
 from ..processes.printable import shown
@@ -19,13 +20,24 @@ from ..types import Image, Sample
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sample))
 LEVEL = 3  # of zstd: higher ones take longer and gain a few per cent
-ARRAY, IMAGE = 1, 2  # MessagePack extensions
+ARRAY, IMAGE, TUPLE = 1, 2, 3  # MessagePack extensions
 
 
-def packed(samples: Sequence[Sample]) -> bytes:
-    """Packs samples. What their `info` has beyond numbers, texts, arrays, lists and mappings becomes text."""
-    rows = [[getattr(sample, name) for name in FIELDS] for sample in samples]
-    return zstandard.ZstdCompressor(LEVEL).compress(msgpack.packb(rows, default=_encoded))
+def packed(samples: Sequence[Sample], *, exact: bool) -> bytes:
+    """Packs samples.
+
+    Args:
+      exact: what `info` has beyond data (numbers, texts, arrays, images, lists, tuples and mappings) is an error; else
+        it becomes text.
+
+    Raises ValueError for anything that is not data.
+    """
+    try:
+        return _compressed(samples)
+    except ValueError:
+        if exact:
+            raise
+        return _compressed([sample.replace(info=_texts(sample.info)) for sample in samples])
 
 
 def unpacked(data: bytes, image: Callable[[str], bytes]) -> list[Sample]:
@@ -35,40 +47,74 @@ def unpacked(data: bytes, image: Callable[[str], bytes]) -> list[Sample]:
     """
 
     def decoded(code: int, content: bytes) -> Any:
-        return Image(image(content.decode())) if code == IMAGE else _array(content)
+        if code == IMAGE:
+            return Image(image(content.decode()))
+        return _array(content) if code == ARRAY else tuple(read(content))
+
+    def read(content: bytes) -> Any:
+        return msgpack.unpackb(content, ext_hook=decoded, strict_map_key=False, unicode_errors="surrogatepass")
 
     try:
-        plain = zstandard.ZstdDecompressor().decompress(data)
-        rows = msgpack.unpackb(plain, ext_hook=decoded, strict_map_key=False)
-        return [_sample(dict(zip(FIELDS, row, strict=True))) for row in rows]
+        rows = read(zstandard.ZstdDecompressor().decompress(data))
+        return [Sample(**dict(zip(FIELDS, row, strict=True))) for row in rows]
     except (zstandard.ZstdError, msgpack.UnpackException, TypeError, KeyError) as error:
         raise ValueError(f"not packed samples ({error})") from error
 
 
-def _sample(fields: dict[str, Any]) -> Sample:
-    """The sample of these fields, whose tuples MessagePack has made lists."""
-    fields["rewards"] = tuple(map(tuple, fields["rewards"]))
-    fields["images"] = tuple(fields["images"])
-    fields["arrays"] = {name: tuple(entry) for name, entry in fields["arrays"].items()}
-    return Sample(**fields)
+def mark(row: Any) -> str:
+    """A hash of a row; "" of one that is not data, which is not told from others."""
+    try:
+        return xxhash.xxh3_128_hexdigest(_plain(row))
+    except ValueError:
+        return ""
+
+
+def _compressed(samples: Sequence[Sample]) -> bytes:
+    return zstandard.ZstdCompressor(LEVEL).compress(
+        _plain([[getattr(sample, name) for name in FIELDS] for sample in samples])
+    )
+
+
+def _plain(value: Any) -> bytes:
+    try:
+        return msgpack.packb(value, default=_encoded, strict_types=True, unicode_errors="surrogatepass")
+    except (TypeError, OverflowError, RuntimeError) as error:  # too deep, or changed meanwhile by whoever made it
+        raise ValueError(f"not data: {error}") from error
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        planes = np.ascontiguousarray(value).reshape(-1, 1).view(np.uint8).T
-        return msgpack.ExtType(ARRAY, msgpack.packb([str(value.dtype), value.shape, planes.tobytes()]))
-    if isinstance(value, Image):
+    kind = type(value)
+    if kind is tuple:
+        return msgpack.ExtType(TUPLE, _plain(list(value)))
+    if kind is np.ndarray or issubclass(kind, np.generic):
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.names:
+            raise TypeError(f"an array of {array.dtype}")
+        planes = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8).T
+        return msgpack.ExtType(ARRAY, msgpack.packb([str(array.dtype), array.shape, planes.tobytes()]))
+    if kind is Image:
         return msgpack.ExtType(IMAGE, value.hash.encode())
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict | tuple):  # of a subclass
-        return dict(value) if isinstance(value, dict) else list(value)
-    return shown(value)
+    if issubclass(kind, dict):
+        return dict(dict.items(value))  # whatever its own code does
+    raise TypeError(shown(value))
 
 
-def _array(content: bytes) -> np.ndarray:
+def _array(content: bytes) -> Any:
     import ml_dtypes  # noqa: F401 - names bfloat16 to numpy
 
     dtype, shape, planes = msgpack.unpackb(content)
     of = np.dtype(dtype)
-    return np.frombuffer(planes, np.uint8).reshape(of.itemsize, -1).T.copy().view(of).reshape(shape)
+    return np.frombuffer(planes, np.uint8).reshape(of.itemsize, -1).T.copy().view(of).reshape(shape)[()]
+
+
+def _texts(info: Mapping[Any, Any]) -> dict[Any, Any]:
+    """An info with texts in place of what is not data."""
+    data = lambda value: value if _is_data(value) else shown(value)
+    return {data(name): data(value) for name, value in info.items()}
+
+
+def _is_data(value: Any) -> bool:
+    try:
+        return bool(_plain(value))
+    except ValueError:
+        return False

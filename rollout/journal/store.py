@@ -1,14 +1,15 @@
 """The journal of a run in its directory: an SQLite database of finished episodes and of the batches made of them.
 
     batches   version, cursor (the position after it, JSON), sizes of its groups (JSON), samples (codec.py)
-    episodes  prompt, episode, admitted, samples: of groups that no batch has taken yet
+    episodes  prompt, episode, admitted, row (its hash), samples: of groups that no batch has taken yet
     images    hash, data, used: the last version whose samples have it
-    meta      schema, run, options
+    meta      schema, run, and what its episodes depend on
 
 Every record has a hash of its bytes. A record is written before what it says is used, so that a killed process loses
 what it was in the middle of, and nothing else: a batch is in the journal when it is handed out, an episode when its
-group sees it. A process that is killed leaves a whole database (write-ahead log); a machine that loses power may lose
-the last seconds. The file needs no locks: a run's directory belongs to one process (folders.py).
+group sees it, and behind the record that its group has begun (episode BEGUN). A process that is killed
+leaves a whole database (write-ahead log); a machine that loses power may lose the last seconds. The file needs no
+locks and no shared memory, which network file systems may lack: a run's directory belongs to one process (folders.py).
 """
 
 from __future__ import annotations
@@ -19,35 +20,41 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import xxhash
 
-from ..types import Sample
+from ..types import Image, Sample
 from . import codec
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 FILE = "journal.db"
-SCHEMA = 1
+SCHEMA = f"1 {' '.join(codec.FIELDS)}"
+BEGUN = -1  # the episode that says that its group has begun
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (
   version INTEGER PRIMARY KEY, cursor TEXT NOT NULL, sizes TEXT NOT NULL, samples BLOB NOT NULL, hash TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS episodes (
-  prompt INTEGER NOT NULL, episode INTEGER NOT NULL, admitted INTEGER NOT NULL, samples BLOB NOT NULL,
-  hash TEXT NOT NULL, PRIMARY KEY (prompt, episode));
+  prompt INTEGER NOT NULL, episode INTEGER NOT NULL, admitted INTEGER NOT NULL, row TEXT NOT NULL,
+  samples BLOB NOT NULL, hash TEXT NOT NULL, PRIMARY KEY (prompt, episode));
 CREATE TABLE IF NOT EXISTS images (hash TEXT PRIMARY KEY, data BLOB NOT NULL, used INTEGER NOT NULL);
 """
+OUTSIDE = {  # errors that are not the file's own: the disk is full, cannot be read, ...
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED,
+}  # fmt: skip
 
 
 class Begun(NamedTuple):
-    """A group that no batch has taken: the version at which it was admitted, and its finished episodes by index."""
+    """A group that no batch has taken: the version at which it was admitted, the hash of its row, and its finished
+    episodes by index."""
 
     version: int
+    row: str
     episodes: dict[int, list[Sample]]
 
 
@@ -78,22 +85,39 @@ class Journal:
     def __init__(self, path: Path, db: sqlite3.Connection, pool: ThreadPoolExecutor, past: Past):
         self.path, self.past = path, past
         self._db, self._pool = db, pool  # the database is used in the pool's one thread
-        self._failed = False
+        self._failed = self._unfit = False
 
     async def read(self, version: int) -> Batch:
         """Reads a batch. Raises ValueError if it is missing or damaged."""
         return await asyncio.wrap_future(self._pool.submit(_batch, self._db, self.path, version))
 
-    async def keep(self, prompt: int, episode: int, admitted: int, samples: Sequence[Sample]) -> None:
-        """Records a finished episode, [] if it was rejected; returns when it is in the file."""
+    def begin(self, prompt: int, admitted: int, row: str) -> None:
+        """Records that a group has begun, without waiting for it; arguments as of `keep`."""
+        self._written(lambda: self._put((prompt, BEGUN, admitted, row), codec.packed([], exact=True)))
+
+    async def keep(
+        self, prompt: int, admitted: int, row: str, episode: int, samples: Sequence[Sample], *, exact: bool = False
+    ) -> None:
+        """Records a finished episode, [] if it was rejected; returns when it is in the file.
+
+        Args:
+          admitted: the version at which its group was admitted.
+          row: `codec.mark` of the group's row.
+          exact: an episode whose `info` would not come back as it is, is not recorded.
+        """
 
         def write() -> None:
-            data = codec.packed(samples)
-            key = (prompt, episode, admitted)
+            try:
+                data = codec.packed(samples, exact=exact)
+            except ValueError as error:
+                if not self._unfit:
+                    log.warning("%s: has no episodes whose info is not data, such as one: %s", self.path, error)
+                self._unfit = True
+                return
             self._keep_images(samples, admitted)
-            self._db.execute("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
+            self._put((prompt, episode, admitted, row), data)
 
-        await self._written(write)
+        await asyncio.wrap_future(self._written(write))
 
     async def close_batch(
         self, version: int, groups: Sequence[Sequence[Sample]], cursor: Mapping[str, Any], ended: Collection[int]
@@ -107,17 +131,17 @@ class Journal:
 
         def write() -> None:
             samples = [sample for group in groups for sample in group]
-            data, sizes = codec.packed(samples), json.dumps([*map(len, groups)])
+            data, sizes = codec.packed(samples, exact=False), json.dumps([*map(len, groups)])
             text = json.dumps(cursor)
             self._keep_images(samples, version)
             row = (version, text, sizes, data, _hash(data, (version, text, sizes)))
             self._db.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?)", row)
             self._db.executemany("DELETE FROM episodes WHERE prompt = ?", ((prompt,) for prompt in ended))
 
-        await self._written(write)
+        await asyncio.wrap_future(self._written(write))
 
-    async def prune(self, before: int, eta: int) -> None:
-        """Forgets the batches before a version, and the images that only they had.
+    def prune(self, before: int, eta: int) -> None:
+        """Forgets the batches before a version, and the images that only they had, without waiting for it.
 
         Args:
           eta: most versions between the admission of a group and its batch.
@@ -127,15 +151,19 @@ class Journal:
             self._db.execute("DELETE FROM batches WHERE version < ?", (before,))
             self._db.execute("DELETE FROM images WHERE used < ?", (before - eta,))
 
-        await self._written(write)
+        self._written(write)
+
+    def _put(self, key: tuple[int, int, int, str], data: bytes) -> None:
+        self._db.execute("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
 
     def _keep_images(self, samples: Sequence[Sample], used: int) -> None:
+        found = {image.hash: image.data for sample in samples for image in sample.images}
         self._db.executemany(
             "INSERT INTO images VALUES (?, ?, ?) ON CONFLICT (hash) DO UPDATE SET used = max(used, excluded.used)",
-            ((image.hash, image.data, used) for sample in samples for image in sample.images),
+            ((name, data, used) for name, data in found.items()),
         )
 
-    async def _written(self, write: Callable[[], None]) -> None:
+    def _written(self, write: Callable[[], None]) -> Future[None]:
         """Runs `write` as a transaction in the database's thread. A full disk does not end the run: what is missing
         here is generated again after a kill."""
 
@@ -144,20 +172,20 @@ class Journal:
                 with self._db:
                     write()
                 self._failed = False
-            except sqlite3.OperationalError as error:  # SQLITE_FULL, SQLITE_IOERR, SQLITE_READONLY
+            except sqlite3.DatabaseError as error:  # the disk is full, or damaged
                 if not self._failed:
-                    log.warning("the journal is not written (%s): a killed process would generate more again", error)
+                    log.warning("%s is not written (%s): a killed process would generate more again", self.path, error)
                 self._failed = True
 
-        await asyncio.wrap_future(self._pool.submit(transaction))
+        return self._pool.submit(transaction)
 
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> AsyncIterator[Journal]:
     """Opens the journal in a run's directory, for a process that goes on from version `start`.
 
-    What it holds from there on is only used if it was recorded by the same run with the same options. A damaged file is
-    put aside; a damaged record ends what is used; each with a line.
+    What it holds from there on is only used if it was recorded by the same run with the same options. A damaged file,
+    or one of another schema, is put aside; a damaged record ends what is used; each with a line.
 
     Args:
       identity: the run's id, and what its episodes and batches depend on.
@@ -166,91 +194,100 @@ async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> Async
     """
     path = folder / FILE
     with ThreadPoolExecutor(1, "journal") as pool:
-        do = lambda work: asyncio.wrap_future(pool.submit(work))
-        db = await do(lambda: _connected(path))
+        db, past = await asyncio.wrap_future(pool.submit(_opened, path, start, dict(identity)))
         try:
-            past = await do(lambda: _past(db, path, start, dict(identity)))
             yield Journal(path, db, pool, past)
         finally:
-            await do(db.close)
+            pool.submit(db.close)  # the pool waits for it
 
 
-def _connected(path: Path) -> sqlite3.Connection:
-    for number in (1, 2):
-        db = sqlite3.connect(f"file:{path}?nolock=1", uri=True, check_same_thread=False)
+def _opened(path: Path, start: int, identity: Mapping[str, str]) -> tuple[sqlite3.Connection, Past]:
+    for last in (False, True):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True, check_same_thread=False)
+        db.text_factory = lambda text: text.decode(errors="replace")
         try:
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             db.executescript(TABLES)
-            return db
+            with db:
+                return db, _past(db, path, start, {"schema": SCHEMA, **identity})
         except sqlite3.DatabaseError as error:
             db.close()
-            if number == 2 or isinstance(error, sqlite3.OperationalError):
+            if last or getattr(error, "sqlite_errorcode", 0) & 0xFF in OUTSIDE:
                 raise OSError(f"{path}: {error}") from error
-            aside = path.with_name(f"{path.name}.damaged")
-            log.warning("%s: %s; it is now %s, and what it held is generated again", path, error, aside.name)
-            path.rename(aside)
-            for other in ("-wal", "-shm"):
-                path.with_name(path.name + other).unlink(missing_ok=True)
+            aside = path.with_name(f"{path.name}.aside")
+            log.warning("%s: %s; it is now %s, and what it had is generated again", path, error, aside.name)
+            for end in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    path.with_name(path.name + end).rename(f"{aside}{end}")
     raise AssertionError
 
 
-def _past(db: sqlite3.Connection, path: Path, start: int, identity: dict[str, str]) -> Past:
+def _past(db: sqlite3.Connection, path: Path, start: int, now: dict[str, str]) -> Past:
     """What the journal has from version `start` on that can be used; removes the rest."""
-    now = {"schema": f"{SCHEMA} {' '.join(codec.FIELDS)}", **identity}
     then = dict(db.execute("SELECT name, value FROM meta").fetchall())
     others = [name for name in now if then and then.get(name) != now[name]]
-    first = 0 if "schema" in others else start
-    end, cursor = start, None
-    found = db.execute(
-        "SELECT version, cursor, sizes, samples, hash FROM batches WHERE version >= ? ORDER BY version", (first,)
-    )
-    for version, text, sizes, data, given in [] if others else found:
-        if version != end or _hash(data, (version, text, sizes)) != given:
-            log.warning("%s: the batch of version %d is missing or damaged", path, end)
+    if "schema" in others:
+        raise sqlite3.DatabaseError("it was written by another version of areax")
+    [[newest]] = db.execute("SELECT max(version) FROM batches").fetchall()
+    end, cursor, why = start, None, f"it is of another {' and '.join(others)}"
+    while not others and newest is not None and end <= newest:
+        try:
+            cursor, end = _batch(db, path, end).cursor, end + 1
+        except ValueError as error:
+            why = str(error)
             break
-        end, cursor = version + 1, json.loads(text)
     begun = {} if others else _begun(db, path)
-    with db:
-        gone = db.execute("DELETE FROM batches WHERE version >= ?", (first if others else end,)).rowcount
-        gone += db.execute("DELETE FROM episodes").rowcount if others else 0
-        db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
+    gone = db.execute("DELETE FROM batches WHERE version >= ?", (end,)).rowcount
+    gone += db.execute("DELETE FROM episodes").rowcount if others else 0
+    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
     if gone:
-        why = f": it is of another {' and '.join(others)}" if others else ""
-        log.warning("%s: what it has from version %d on is generated again%s", path, end, why)
+        log.warning("%s: what it has from version %d on is generated again: %s", path, end, why)
     return Past(range(start, end), cursor, begun)
 
 
 def _begun(db: sqlite3.Connection, path: Path) -> dict[int, Begun]:
     made: dict[int, Begun] = {}
-    for prompt, episode, admitted, data, given in db.execute("SELECT * FROM episodes").fetchall():
+    rows = db.execute("SELECT prompt, episode, admitted, row, samples, hash FROM episodes ORDER BY prompt, episode")
+    for prompt, episode, admitted, row, data, given in rows.fetchall():
         try:
-            if _hash(data, (prompt, episode, admitted)) != given:
+            if _hash(data, (prompt, episode, admitted, row)) != given:
                 raise ValueError("it is damaged")
-            samples = codec.unpacked(data, lambda name: _image(db, name))
-            made.setdefault(prompt, Begun(admitted, {})).episodes[episode] = samples
+            if episode == BEGUN:
+                made[prompt] = Begun(admitted, row, {})
+            elif prompt not in made or made[prompt][:2] != (admitted, row):
+                raise ValueError("its group is not the one that began")
+            else:
+                made[prompt].episodes[episode] = codec.unpacked(data, lambda name: _image(db, name))
         except ValueError as error:
-            log.warning("%s: episode %d of prompt %d is generated again: %s", path, episode, prompt, error)
+            log.warning("%s: episode %s of prompt %s is generated again: %s", path, episode, prompt, error)
     return made
 
 
 def _batch(db: sqlite3.Connection, path: Path, version: int) -> Batch:
     """Reads a batch. Raises ValueError if it is missing or damaged."""
     row = db.execute("SELECT cursor, sizes, samples, hash FROM batches WHERE version = ?", (version,)).fetchone()
-    if not row or _hash(row[2], (version, row[0], row[1])) != row[3]:
-        raise ValueError(f"{path}: the batch of version {version} is {'damaged' if row else 'missing'}")
-    samples = iter(codec.unpacked(row[2], lambda name: _image(db, name)))
+    try:
+        if not row or _hash(row[2], (version, row[0], row[1])) != row[3]:
+            raise ValueError("its bytes changed" if row else "it is missing")
+        samples = iter(codec.unpacked(row[2], lambda name: _image(db, name)))
+    except ValueError as error:
+        raise ValueError(f"{path}: the batch of version {version} cannot be used: {error}") from error
     return Batch([[next(samples) for _ in range(size)] for size in json.loads(row[1])], json.loads(row[0]))
 
 
 def _image(db: sqlite3.Connection, name: str) -> bytes:
-    """The bytes of an image. Raises ValueError if it is missing."""
-    row = db.execute("SELECT data FROM images WHERE hash = ?", (name,)).fetchone()
-    if not row:
-        raise ValueError(f"the image {name} is missing")
-    return row[0]
+    """The bytes of an image. Raises ValueError if it is missing or damaged, and forgets it, to be stored anew."""
+    for (data,) in db.execute("SELECT data FROM images WHERE hash = ?", (name,)).fetchall():
+        if isinstance(data, bytes) and Image(data).hash == name:
+            return data
+    db.execute("DELETE FROM images WHERE hash = ?", (name,))
+    raise ValueError(f"its image {name} is missing or damaged")
 
 
-def _hash(data: bytes, key: Sequence[Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(f"{list(key)}".encode() + data)
+def _hash(data: Any, key: Sequence[Any]) -> str:
+    """Of a record; whatever a damaged file has in its place."""
+    return xxhash.xxh3_128_hexdigest(
+        f"{list(key)}".encode(errors="replace") + (data if isinstance(data, bytes) else b"")
+    )

@@ -32,6 +32,7 @@ from typing import Any
 
 from .. import events
 from ..errors import ServerError
+from ..journal import codec
 from ..journal.store import Begun, Journal
 from ..processes.printable import one_line
 from ..rewards.signatures import Regroup
@@ -147,10 +148,7 @@ class Executor:
         self._lengths = length_bias.Lengths(groups_per_batch)
         if cursor is not None:
             self._resume(cursor)
-        past = journal.past.begun if journal else {}
-        mine = {prompt for prompt in past if prompt >= self._next or prompt in self._open}
-        self._recorded = {prompt: past[prompt] for prompt in mine}
-        self._forgotten += past.keys() - mine  # of a batch that is trained on already
+        self._recorded = self._recalled(journal.past.begun) if journal else {}
 
     async def __aenter__(self) -> Executor:
         return self
@@ -184,7 +182,7 @@ class Executor:
         while True:
             if self._error:
                 raise self._error
-            if len(self._ready) >= self.groups_per_batch and (groups := self._close(v)):
+            if not self._recorded and len(self._ready) >= self.groups_per_batch and (groups := self._close(v)):
                 if self.journal:
                     ended = [*groups, *self._forgotten]
                     self._forgotten.clear()
@@ -216,8 +214,9 @@ class Executor:
     def cursor(self) -> dict[str, Any]:
         """The run's position after the batches handed out, as JSON; `Executor(cursor=...)` resumes from it."""
         epoch, index = divmod(self._next, self.prompts.size or self._next + 1)  # of a stream unknown
-        stopped = sorted([*self._deferred, *self._retrying])
-        opened = sorted({*self._open, *self._running, *self._ready} - self._retrying)
+        retrying = sorted(self._retrying)
+        stopped = [*retrying, *self._deferred]
+        opened = sorted({*self._open, *self._running, *self._ready, *self._recorded} - self._retrying)
         return {
             "batch": self._batch,
             "next": self._next,
@@ -225,6 +224,7 @@ class Executor:
             "index": index,
             "open": opened,
             "stopped": stopped,
+            "retrying": retrying,
             "counts": dict(self._total),
             "data": self._identity(),
             **({"curriculum": self._adaptive.state(sorted([*opened, *stopped]))} if self._adaptive else {}),
@@ -254,11 +254,35 @@ class Executor:
                 )
         self._batch, self._next = cursor["batch"], cursor["next"]
         self._open.extend(cursor["open"])
-        self._deferred.extend(cursor.get("stopped", ()))
+        self._retrying.update(retrying := cursor.get("retrying", ()))
+        self._open.extendleft(reversed(retrying))
+        self._deferred.extend(prompt for prompt in cursor.get("stopped", ()) if prompt not in self._retrying)
         self._reopen()
         self._total.update(cursor["counts"])
         if self._adaptive:
             self._adaptive.restore(cursor["curriculum"])
+
+    def _recalled(self, begun: Mapping[int, Begun]) -> dict[int, Begun]:
+        """The groups that a former process had begun behind the cursor, in their order, without what is of no use:
+        groups that no batch can take in time, and episodes of versions that are not made yet, and may become others."""
+        v = self._batch
+        use = {
+            prompt: one
+            for prompt, one in sorted(begun.items(), key=lambda entry: (entry[1].version, entry[0]))
+            if v - self.eta <= one.version <= v and (prompt in self._open or prompt >= self._next)
+        }
+        self._forgotten += begun.keys() - use.keys()
+        after = range(self._next, max([self._next - 1, *use]) + 1)
+        self._next = after.stop
+        self._open = deque(prompt for prompt in (*self._open, *after) if prompt not in use)
+        made = lambda samples: all(sample.version.max() <= v for sample in samples)
+        recalled = {
+            prompt: one._replace(episodes={i: samples for i, samples in one.episodes.items() if made(samples)})
+            for prompt, one in use.items()
+        }
+        known = (s for one in recalled.values() for samples in one.episodes.values() for s in samples)
+        self._forms = next(map(forms, known), None)
+        return recalled
 
     def _observe(self, groups: Mapping[int, list[Sample]]) -> None:
         """Updates the curriculum with a batch and the groups left out so far, by prompt: the order of ending varies."""
@@ -332,7 +356,7 @@ class Executor:
         if self._filling or self._version is None:
             return
         for _ in range(max(1, AT_ONCE // self.group_size)):
-            if self._closed or self._error or self._room(self._version) <= 0 or not self._begin(self._version):
+            if self._closed or self._error or not self._begin(self._version):
                 return
         self._filling = True
         asyncio.get_running_loop().call_soon(self._fill_on)
@@ -342,49 +366,61 @@ class Executor:
         self._fill()
 
     def _begin(self, v: int) -> bool:
-        """Starts the group of the next prompt, admitted at version v; or at that at which a former process admitted it,
-        for which it may have to wait: returns whether it has started."""
-        prompt = self._open[0] if self._open else self._next
-        admitted = self._recorded.get(prompt, Begun(v, {}))
-        if admitted.version > v:
+        """Starts a group that a former process had begun, admitted at its version then, for which it may have to wait;
+        once there is none, that of the next prompt, if there is room. Returns whether it has."""
+        if self._recorded:
+            prompt, begun = next(iter(self._recorded.items()))
+            if begun.version > v:
+                return False
+            del self._recorded[prompt]
+        elif self._room(v) <= 0:
             return False
-        if self._open:
-            self._open.popleft()
         else:
-            self._next += 1
-        known = self._recorded.pop(prompt, admitted).episodes
-        task = asyncio.create_task(self._group(prompt, admitted.version, known))
-        self._running[prompt] = (admitted.version, task)
+            prompt, begun = self._open.popleft() if self._open else self._next, Begun(v, "", {})
+            self._next += prompt == self._next
+        task = asyncio.create_task(self._group(prompt, begun))
+        self._running[prompt] = (begun.version, task)
         self._lengths.begin(prompt, asyncio.get_running_loop().time())
         task.add_done_callback(functools.partial(self._finish, prompt))
         return True
 
-    async def _group(self, prompt: int, version: int, known: Mapping[int, list[Sample]]) -> tuple[list[Sample], bool]:
-        """The samples of a prompt's group, and whether they may be trained on; `known` episodes were played before."""
-        journal = self.journal
+    async def _group(self, prompt: int, begun: Begun) -> tuple[list[Sample], bool]:
+        """The samples of a prompt's group, and whether they may be trained on."""
+        row, known, keep = self.prompts[prompt], begun.episodes, None
+        if self.journal:
+            mark = codec.mark(row)
+            if known and mark != begun.row:
+                log.warning("prompt %d: has another row now, its episodes in the journal are generated again", prompt)
+                known = {}
+            self.journal.begin(prompt, begun.version, mark)
+            keep = functools.partial(self.journal.keep, prompt, begun.version, mark, exact=self.regroup is not None)
         samples = await group(
             self.workflow,
             functools.partial(_undistorted, self.generate),
-            self.prompts[prompt],
+            row,
             prompt=prompt,
             size=self.group_size,
             seed=self.seed,
-            check=functools.partial(self._alike, oldest=version),
+            check=functools.partial(self._alike, oldest=begun.version),
             regroup=self.regroup,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
             known=known,
-            keep=journal and (lambda index, samples: journal.keep(prompt, index, version, samples)),
+            keep=keep,
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
         if self.baseline:
-            [greedy] = await rollouts(
-                self.baseline, self.generate, [self.prompts[prompt]], check=self._checked, regroup=self.regroup
-            )
+            greedy = known.get(self.group_size)  # it is recorded behind the group's own
+            if greedy is None:
+                [greedy] = await rollouts(
+                    self.baseline, self.generate, [row], check=self._checked, regroup=self.regroup
+                )
+                if keep:
+                    await keep(self.group_size, greedy)
             value = greedy[0].reward if greedy else float("nan")
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
-        return [s.replace(info={**s.info, "admitted": version}) for s in samples], True
+        return [s.replace(info={**s.info, "admitted": begun.version}) for s in samples], True
 
     def _checked(self, sample: Sample, oldest: int = 0) -> Sample:
         """A sample that may be trained on; servers may have the version that is being pushed already."""
