@@ -49,7 +49,7 @@ def _page(run_dir: pathlib.Path, trace: bool) -> str:
         ("look", "What to look at", results.look(table)),
         *_curves(table),
         ("distributions", "Distributions", _distributions(table)),
-        ("time", "Time", _time(table) + (_servers(run_dir / chrome_trace.JOURNAL) if trace else "")),
+        ("time", "Time", _time(table) + (_servers(chrome_trace.file(run_dir)) if trace else "")),
         ("samples", "Samples", samples.samples(run_dir / tracker.SAMPLES)),
         ("numbers", "All metrics", _numbers(table)),
         ("configuration", "Configuration", _configuration(config)),

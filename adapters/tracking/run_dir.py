@@ -4,7 +4,8 @@
     chat_template.jinja  that of the run's tokenizer; chat_template.1.jinja and so on, likewise
     metrics.jsonl   one line per measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
     samples.jsonl   one line per sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
-    journal.jsonl   RL only, one line per event (rollout/events.py)
+    events.jsonl    RL only, one line per event (rollout/events.py)
+    journal.db      RL only, finished episodes and batches (rollout/journal/store.py)
     summary.json    results
 
 Every line is standard JSON: a number that is not finite is written as null and listed in the line's "nonfinite". A line

@@ -91,7 +91,8 @@ def _encoded(value: Any) -> Any:
         if array.dtype.hasobject or array.dtype.names:
             raise TypeError(f"an array of {array.dtype}")
         planes = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8).T
-        return msgpack.ExtType(ARRAY, msgpack.packb([str(array.dtype), array.shape, planes.tobytes()]))
+        shape = array.shape if kind is np.ndarray else None  # of a scalar
+        return msgpack.ExtType(ARRAY, msgpack.packb([str(array.dtype), shape, planes.tobytes()]))
     if kind is Image:
         return msgpack.ExtType(IMAGE, value.hash.encode())
     if issubclass(kind, dict):
@@ -104,7 +105,8 @@ def _array(content: bytes) -> Any:
 
     dtype, shape, planes = msgpack.unpackb(content)
     of = np.dtype(dtype)
-    return np.frombuffer(planes, np.uint8).reshape(of.itemsize, -1).T.copy().view(of).reshape(shape)[()]
+    values = np.frombuffer(planes, np.uint8).reshape(of.itemsize, -1).T.copy().view(of)
+    return values[0, 0] if shape is None else values.reshape(shape)
 
 
 def _texts(info: Mapping[Any, Any]) -> dict[Any, Any]:

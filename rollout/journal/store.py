@@ -171,10 +171,11 @@ class Journal:
             try:
                 with self._db:
                     write()
-                self._failed = False
             except sqlite3.DatabaseError as error:  # the disk is full, or damaged
                 if not self._failed:
-                    log.warning("%s is not written (%s): a killed process would generate more again", self.path, error)
+                    log.warning(
+                        "%s: not all is written (%s): a killed process would generate more again", self.path, error
+                    )
                 self._failed = True
 
         return self._pool.submit(transaction)
@@ -203,7 +204,7 @@ async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> Async
 
 def _opened(path: Path, start: int, identity: Mapping[str, str]) -> tuple[sqlite3.Connection, Past]:
     for last in (False, True):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True, check_same_thread=False)
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?vfs=unix-none", uri=True, check_same_thread=False)
         db.text_factory = lambda text: text.decode(errors="replace")
         try:
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
