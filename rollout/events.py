@@ -18,6 +18,7 @@ process loses at most its last few lines; a truncated last line is removed when 
 | left_out | a row too long to train on | tokens |
 | push | a push | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
 | server | a change of a server's state | url, state, why |
+| options | a run that goes on with other options | version, former: the file with those before it |
 """
 
 from __future__ import annotations
