@@ -6,13 +6,16 @@ import contextlib
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from .store import FILE, Batch, _batch
 
 BESIDE = "-wal", "-journal"  # what the last transactions are in until a process closes the database in order
+HEAD = 32  # bytes of a log's header, which differs each time that the log begins anew
 TRIES = 3
+Result = TypeVar("Result")
 
 
 class Reader:
@@ -49,16 +52,25 @@ class Reader:
         """Opens the file where it is, or a copy if a process has it open or did not close it: nobody else may read that
         one, and to read it means to write to it."""
         place, how = self.path, "immutable=1"
-        if any(map(Path.exists, _beside(self.path))):
-            place, how = self._scratch / FILE, "mode=rw"
+        for _ in range(TRIES if any(map(Path.exists, _beside(self.path))) else 0):
+            place, how, before = self._scratch / FILE, "mode=rw", self._mark()
             for source, copy in zip((self.path, *_beside(self.path)), (place, *_beside(place)), strict=True):
                 copy.unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
                     shutil.copyfile(source, copy)
+            if self._mark() == before:
+                break
         self._db = sqlite3.connect(f"{place.absolute().as_uri()}?{how}", uri=True)
         self.versions = [version for (version,) in self._db.execute("SELECT version FROM batches ORDER BY version")]
 
-    def _retried(self, read):
+    def _mark(self) -> tuple:
+        """What changes when transactions move from the log to the database, so that copies of both may not fit each
+        other; it does not when some are added to the log."""
+        with contextlib.suppress(FileNotFoundError), open(_beside(self.path)[0], "rb") as log:
+            return self.path.stat().st_mtime_ns, log.read(HEAD)
+        return self.path.stat().st_mtime_ns, b""
+
+    def _retried(self, read: Callable[[], Result]) -> Result:
         """The result of `read`, again on a new copy if the file changed while it was read or copied: no record is used
         whose hash differs."""
         for last in [False] * (TRIES - 1) + [True]:
