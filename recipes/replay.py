@@ -126,7 +126,7 @@ def main(folder: str, arguments: Sequence[str]) -> int:
     run = recorded.read(Path(folder))
     with reading.opened(run.path) as journal:
         start, end = stretch(run, journal, options)
-        config = recorded.config(run, start, end)
+        config = recorded_config(run, start, end)
         options, training, asked = parsed(folder, arguments, config.training)
         config = replace(config, model=options.base or config.model)
         how = {name: getattr(training, name) for name in ROUNDING}
@@ -210,6 +210,30 @@ def stretch(run: recorded.Run, journal: reading.Reader, options: Options) -> tup
             )
         )
     return start, end
+
+
+def recorded_config(run: recorded.Run, start: int, end: int) -> grpo.Config:
+    """The options with which the run made these steps. Raises ValueError if what numbers depend on changed between."""
+    config = None
+    for begin, file in recorded.options(run, start, end):
+        former, config = config, parse.parse(grpo.Config, ["--config", str(file)], f"areax replay {run.path}")
+        if former and shaping(former) != shaping(config):
+            raise ValueError(
+                f"{run.path}: went on from step {begin} with other options, in {file.name}: replay one part of it, "
+                f"--to {begin} or --from {begin}"
+            )
+    return config
+
+
+def shaping(config: grpo.Config) -> tuple:
+    """What the numbers of a step, and its label, depend on besides its batch."""
+    training = config.training
+    scheduled = {training.optim.schedule, training.critic.optim.schedule} != {"constant"}
+    return (
+        training, config.model, config.init, config.seed, config.rollout.sampling.temperature,
+        config.rewards.shuffle_rewards, config.steps if scheduled else None,
+        publishing.dtype(config.serving, training.run),
+    )  # fmt: skip
 
 
 def check_start(run: recorded.Run, config: grpo.Config) -> None:

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from areax.adapters import orbax
-from areax.adapters.command_line import parse
 from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir
-from areax.recipes import grpo
-from areax.recipes.shared import publishing
 
 
 @dataclass(frozen=True)
@@ -56,36 +53,11 @@ def read(path: Path) -> Run:
     return Run(path, metrics, {int(label.partition("-")[0]): label for label in labels}, changes)
 
 
-def config(run: Run, start: int, end: int) -> grpo.Config:
-    """The options with which a run made steps `start` + 1 to `end`.
-
-    Raises ValueError if they changed within, in what the numbers depend on.
-    """
-    used: list[tuple[int, str]] = []
+def options(run: Run, start: int, end: int) -> list[tuple[int, Path]]:
+    """(step before it, file) of the options with which a run made steps `start` + 1 to `end`, in order."""
+    used: list[tuple[int, Path]] = []
     begin = 0
     for until, file in [*run.changes, (sys.maxsize, run_dir.CONFIG)]:
-        used += [(begin, file)] if begin < end and start < until else []
+        used += [(begin, run.path / file)] if begin < end and start < until else []
         begin = until
-    found = [_options(run.path / file) for _, file in used]
-    for (begin, file), one, other in zip(used[1:], found, found[1:], strict=False):
-        if _shaping(one) != _shaping(other):
-            raise ValueError(
-                f"{run.path}: went on from step {begin} with other options, in {file}: replay one part of it, "
-                f"--to {begin} or --from {begin}"
-            )
-    return found[-1]
-
-
-def _options(file: Path) -> grpo.Config:
-    return parse.parse(grpo.Config, ["--config", str(file)], f"areax replay {file.parent}")
-
-
-def _shaping(config: grpo.Config) -> tuple:
-    """What the numbers of a step depend on besides its batch, and labels."""
-    training = config.training
-    scheduled = {training.optim.schedule, training.critic.optim.schedule} != {"constant"}
-    return (
-        training, config.model, config.init, config.seed, config.rollout.sampling.temperature,
-        config.rewards.shuffle_rewards, config.steps if scheduled else None,
-        publishing.dtype(config.serving, training.run),
-    )  # fmt: skip
+    return used
