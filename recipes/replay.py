@@ -38,6 +38,8 @@ FIRST_OPTIONS = (
 ROUNDING = "run", "mesh", "rows", "trie", "offload_reference"  # training options that change the rounding alone
 PRESET = "--objective.name"
 SHOWN = 3  # metrics in a line
+WIDTH = 12  # of a column
+HEADS = {"gradient_norm": "|g|", "update_norm": "|u|", "clip_fraction": "clip", "effective_fraction": "teach"}
 
 
 @dataclass(frozen=True)
@@ -357,16 +359,18 @@ def lines(out: str) -> Iterator[Any]:
 
 
 def _heads(figures: Mapping[str, Any]) -> str:
-    return "  ".join(["step", *(f"{name:>{_width(name)}}" for name in figures), "replay"])
+    """The head of the table of figures; a column of the other options stands behind that of the run's own."""
+    return "  ".join(["step", *(f"{_head(name):>{WIDTH}}" for name in figures), "replay"])
+
+
+def _head(name: str) -> str:
+    who, _, what = name.partition("_")
+    return "other" if who == "other" else f"own {HEADS.get(what, what)}" if who == "own" else f"{who} cos"
 
 
 def _row(step: Step, figures: Mapping[str, Any]) -> str:
-    values = [f"{_short(value):>{_width(name)}}" for name, value in figures.items()]
+    values = [f"{'none' if value is None else f'{value:.4g}':>{WIDTH}}" for value in figures.values()]
     return "  ".join([f"{step.step:4}", *values, "equal" if step.equal else str(step)])
-
-
-def _width(name: str) -> int:
-    return max(len(name), 9)
 
 
 def _short(value: Any) -> str:

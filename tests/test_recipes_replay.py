@@ -126,7 +126,7 @@ def test_other_objectives_are_compared_at_the_run_s_weights(place, capsys, tmp_p
         assert line["own_clip_fraction"] == line["other_clip_fraction"] and line["own_ess"] == line["other_ess"]
     assert cli.main(["replay", str(place / "fresh"), "--objective.name=gspo", "--to", "2", "--out", str(tmp_path)]) == 0
     _, head, *rows, end = capsys.readouterr().out.splitlines()
-    assert head.split()[:3] == ["step", "gradient_cosine", "own_gradient_norm"] and len(rows) == 2
+    assert head.split()[:6] == ["step", "gradient", "cos", "own", "|g|", "other"] and len(rows) == 2
     found = [*run_dir.read_lines(tmp_path / run_dir.REPLAY)]
     assert [line["step"] for line in found] == [1, 2] and all(line["update_cosine"] < 1 for line in found)
     with reading.opened(place / "fresh") as journal:
