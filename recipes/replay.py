@@ -216,7 +216,7 @@ def stretch(run: recorded.Run, journal: reading.Reader, options: Options) -> tup
 
 def recorded_config(run: recorded.Run, start: int, end: int) -> grpo.Config:
     """The options with which the run made these steps. Raises ValueError if what numbers depend on changed between."""
-    config = None
+    config: Any = None
     for begin, file in recorded.options(run, start, end):
         former, config = config, parse.parse(grpo.Config, ["--config", str(file)], f"areax replay {run.path}")
         if former and shaping(former) != shaping(config):

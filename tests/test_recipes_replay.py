@@ -76,7 +76,7 @@ def changed(run, copy, version, change):
     samples = change([sample for group in batch.groups for sample in group])
     with sqlite3.connect(copy / store.FILE) as db:
         cursor, sizes = db.execute("SELECT cursor, sizes FROM batches WHERE version = ?", (version,)).fetchone()
-        data = codec.packed(samples)
+        data = codec.packed(samples, exact=True)
         row = data, store._hash(data, (version, cursor, sizes)), version
         db.execute("UPDATE batches SET samples = ?, hash = ? WHERE version = ?", row)
     return copy
@@ -194,7 +194,7 @@ def test_wrong_use_is_one_line(place, capsys, tmp_path):
     pruned = emptied(place, "pruned", "DELETE FROM batches WHERE version < 2")
     assert "has no batch of step 1, " in (line := said(pruned)) and line.endswith("kept, with --from 2")
     damaged = emptied(place, "damaged", "UPDATE batches SET samples = x'00' WHERE version = 0")
-    assert said(damaged, "--to", 1).endswith("the batch of version 0 is damaged")
+    assert said(damaged, "--to", 1).endswith("the batch of version 0 cannot be used: its bytes changed")
     (place / "pruned" / store.FILE).write_bytes(b"no database")
     assert "journal.db: it is damaged, or no journal" in said(pruned)
     (place / "pruned" / store.FILE).unlink()

@@ -43,7 +43,8 @@ def read(path: Path) -> Run:
     metrics = {line["step"]: line for line in lines if line.get("kind") == "grpo"}
     if not metrics:
         raise ValueError(f"{path}: must be the directory of a run of areax train grpo that has made a step")
-    events = [*run_dir.read_lines(path / chrome_trace.JOURNAL)] if (path / chrome_trace.JOURNAL).is_file() else []
+    file = chrome_trace.file(path)
+    events = [*run_dir.read_lines(file)] if file.is_file() else []
     labels = [event["label"] for event in events if event["kind"] == "push"]
     changes: list[tuple[int, str]] = []
     for event in (event for event in events if event["kind"] == "options"):
