@@ -345,6 +345,16 @@ def report(
     return 0
 
 
+def replay(run: str, *options: str) -> int:
+    """Recompute a run of train grpo from its journal and compare, also with another objective: areax replay RUN ...
+
+    RUN is the run's directory. Exits with 1 unless every step is the run's, bit for bit.
+    """
+    with _importing("replay", options):
+        from ..recipes import replay
+    return replay.main(run, options)
+
+
 def new(
     kind: Annotated[Literal["workflow", "reward", "dataset", "recipe"], tyro.conf.Positional],
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
@@ -438,9 +448,11 @@ def doctor() -> int:
 
 COMMANDS: dict[str, Callable] = {
     f.__name__: f
-    for f in (train, plan, simulate, demo, serve, convert, check, inspect, diff, eval, report, new, launch, doctor)
-}
-FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse their options with a Config
+    for f in (
+        train, plan, simulate, demo, serve, convert, check, inspect, diff, eval, report, replay, new, launch, doctor,
+    )
+}  # fmt: skip
+FORWARDING = (train, plan, simulate, demo, eval, replay, launch)  # commands that parse their options with a Config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -534,6 +546,11 @@ def _unread() -> bool:
 
 
 def _forward(command, arguments: list[str]) -> int:
+    if command is replay:
+        if arguments and arguments[0].startswith("--help"):
+            arguments = ["RUN", *arguments]
+        if not arguments or arguments[0].startswith("-"):
+            raise ValueError("areax replay: needs the directory of a run as first argument, such as runs/grpo")
     if command not in (train, plan):
         return command(*arguments)
     if arguments and arguments[0] in ("-h", "--help"):

@@ -396,6 +396,12 @@ def _described(tree) -> list[str]:
     return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in paths]
 
 
+def leaves(state) -> dict[str, Any]:
+    """{name: array} of a state, by the names of `opened`."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(_tree(state))}
+
+
 def _tree(state):
     """States as dictionaries, the form they have on disk."""
     if isinstance(state, State):

@@ -74,7 +74,7 @@ def memory() -> float:
 
 
 async def ours(url: str, episodes: int, concurrent: int, tokens: int, note) -> None:
-    """Executor, fleet, episodes, samples and journal, as in a training run; batches are discarded."""
+    """Executor, fleet, episodes, samples and events, as in a training run; batches are discarded."""
     from areax.rollout import client, events
     from areax.rollout.scheduling import executor
     from areax.rollout.types import sampled

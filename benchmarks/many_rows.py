@@ -109,7 +109,7 @@ def train(folder: Path, data: str, out: str, kill_at: int | None, rl: bool) -> d
 
 def prompts(folder: Path, out: str, order: Prompts | Mixture) -> dict:
     """Whether a run trained on the first prompts of the order, each once, and scored no others; how many twice."""
-    batches = {line["version"]: line["prompts"] for line in lines_of(folder / out / "journal.jsonl")
+    batches = {line["version"]: line["prompts"] for line in lines_of(folder / out / "events.jsonl")
                if line["kind"] == "batch"}  # fmt: skip
     trained = collections.Counter(prompt for own in batches.values() for prompt in own)
     scored = collections.Counter(map(int, (folder / f"{out}.ids").read_text().split()))

@@ -34,6 +34,7 @@ from areax.recipes.shared import (
     ending,
     environments,
     evaluation,
+    journals,
     learner,
     many_rows,
     microbatch,
@@ -55,6 +56,7 @@ from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
 from areax.rollout.processes import garbage
 from areax.rollout.scheduling.mixture import Mixture
+from areax.rollout.scheduling.resumed import Resumed
 from areax.rollout.weights import object_store
 from areax.rollout.weights import store as versions
 from areax.rollout.workflows import resolve
@@ -321,12 +323,13 @@ async def train(
                 greedy=bool(heldout) or objective.advantage.mean == "greedy",
             )
         )  # fmt: skip
+        journal = await enter_async(journals.opened(config, run, start, known, identity))
         executor = await enter_async(
             rollouts.scheduler(
                 episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None, vocabulary=trainer.policy.settings.vocab,
                 experts=getattr(trainer.policy.settings, "experts", None),
-                check_images=vision.image_check(trainer.reading),
+                check_images=vision.image_check(trainer.reading), journal=journal,
             )
         )  # fmt: skip
         if not complete:
@@ -335,11 +338,12 @@ async def train(
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         publish = turns.during(trainer.mesh, functools.partial(publishing.prepare_push, sync, fleet, probe_ids))
         giving_up, named = GivingUp.restored(cursor), models(config.training)
+        batches = Resumed(journal, executor, cursor) if journal else executor
         online = config.rollout.workflow == "online"  # whose users may give no feedback
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
             giving_up.check_numbers(named)
-            groups = await executor.batch(v)
+            groups = await batches.batch(v)
             if not online:
                 giving_up.check_rewards(groups)
             if config.serving.colocated:
@@ -355,6 +359,8 @@ async def train(
 
         def save(v: int, position) -> None:
             run_on_all("save", v, position | {"data": identity, "contents": known} | giving_up.kept)
+            if journal and config.saving.journal == "prune" and (kept := orbax.versions(Path(config.out) / "state")):
+                journal.prune(kept[0], eta)
 
         async def evaluate(v: int) -> None:
             with log.terminal.counting(f"evaluating version {v}") as count:
@@ -367,8 +373,8 @@ async def train(
 
         seconds = await ending.interruptible(
             loop.run(
-                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
-                cursor=executor.cursor, eta=eta, start=start, steps=steps, save_every=config.saving.save_every,
+                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=batches.admit,
+                cursor=batches.cursor, eta=eta, start=start, steps=steps, save_every=config.saving.save_every,
                 save_seconds=60 * config.saving.save_minutes,
                 evaluate_every=config.evaluation.evaluate_every or steps,
             ),

@@ -1,6 +1,6 @@
-"""The event journal of a run: an append-only JSON Lines file, written by a background thread.
+"""The events of a run: an append-only JSON Lines file, written by a background thread.
 
-    with events.writing("runs/x/journal.jsonl"):
+    with events.writing("runs/x/events.jsonl"):
         ...                       # code in this block, and the tasks it starts, append events to that file
         events.emit("push", begun=begun, label="7-abcdef01")
 
@@ -11,13 +11,14 @@ process loses at most its last few lines; a truncated last line is removed when 
 | kind | emitted for | fields |
 |---|---|---|
 | call | a completion | url, prompt_tokens, tokens, versions [[version, tokens], ...], finish, resumed, out_of_time |
-| episode | an episode that ended | rows: tokens, sampled, logp of the sampled ones, versions, rewards, finish |
+| episode | an episode that ended | rows: number of tokens and of sampled ones, reward, finish |
 | group | a group that ended | admitted (version), outcome: accepted, rejected (no sample), refused, failed, stopped |
 | batch | a batch handed out | version, prompts |
 | part | a part of a training step | name: publish, save, wait, rollout, update, push, evaluate |
 | left_out | a row too long to train on | tokens |
 | push | a push | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
 | server | a change of a server's state | url, state, why |
+| options | a run that goes on with other options | version, former: the file with those before it |
 """
 
 from __future__ import annotations
@@ -36,15 +37,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from .types import Sample
 
 log = logging.getLogger(__name__)
 
 BUFFER = 1 << 20  # bytes of lines buffered before a write, while more are queued
 
-_file: contextvars.ContextVar[queue.SimpleQueue | None] = contextvars.ContextVar("journal", default=None)
+_file: contextvars.ContextVar[queue.SimpleQueue | None] = contextvars.ContextVar("events", default=None)
 _watch: contextvars.ContextVar[tuple[Callable[[dict], None], ...]] = contextvars.ContextVar("watch", default=())
 _about: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("about", default={})  # noqa: B039 - not changed
 
@@ -55,7 +54,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
     lines: queue.SimpleQueue = queue.SimpleQueue()
     _truncate_partial_line(path)
     with open(path, "ab", buffering=0) as file:
-        writer = threading.Thread(target=_write, args=(file, lines), name="journal", daemon=True)
+        writer = threading.Thread(target=_write, args=(file, lines), name="events", daemon=True)
         writer.start()
         token = _file.set(lines)
         try:
@@ -88,7 +87,7 @@ def context(**fields: Any) -> Iterator[None]:
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Emits an event to the journal and watchers, if any. The writer thread converts the Samples in `rows` to JSON."""
+    """Emits an event to the file and watchers, if any. The writer thread converts the Samples in `rows` to JSON."""
     lines, watch = _file.get(), _watch.get()
     if lines or watch:
         event = {"kind": kind, "at": now(), **_about.get(), **fields}
@@ -119,7 +118,7 @@ def _write(file: BinaryIO, lines: queue.SimpleQueue) -> None:
                 line["rows"] = [_row(sample) for sample in line["rows"]]
             waiting += json.dumps(line).encode() + b"\n"
         except (ValueError, TypeError) as error:
-            log.warning("journal: an event could not be written as JSON: %s", error)
+            log.warning("events: one could not be written as JSON: %s", error)
         if lines.empty() or len(waiting) > BUFFER:
             _append(file, waiting)
             waiting = b""
@@ -134,20 +133,18 @@ def _append(file: BinaryIO, data: bytes) -> None:
         while left:
             left = left[file.write(left) :]
     except OSError as error:
-        log.warning("journal: %d events could not be written: %s", data.count(b"\n"), error)
+        log.warning("%d events could not be written: %s", data.count(b"\n"), error)
         with contextlib.suppress(OSError):
             file.truncate(start)
             file.seek(start)
 
 
 def _row(sample: Sample) -> dict[str, Any]:
-    mask = np.asarray(sample.mask, bool)
+    reward = sample.reward
     return {
-        "tokens": sample.tokens.tolist(),
-        "sampled": runs(mask.tolist()),
-        "logp": [round(x, 5) for x in sample.logp[mask].tolist()],
-        "versions": runs(sample.version[mask].tolist()),
-        "rewards": [[int(at), float(value) if math.isfinite(value) else None] for at, value in sample.rewards],
+        "tokens": len(sample.tokens),
+        "sampled": int(sample.mask.sum()),
+        "reward": reward if math.isfinite(reward) else None,
         "finish": sample.finish,
     }
 

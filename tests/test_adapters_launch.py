@@ -435,7 +435,7 @@ def test_a_killed_server_restarts_with_the_newest_weights(data, tmp_path):
         os.kill(before[1], signal.SIGKILL)
         jobs.until(lambda: serving(urls[1]) not in (None, before[1]))
 
-        changes = lambda: [x for x in run_dir.read_lines(out / chrome_trace.JOURNAL) if x["kind"] == "server"]
+        changes = lambda: [x for x in run_dir.read_lines(out / chrome_trace.EVENTS) if x["kind"] == "server"]
         jobs.until(lambda: [x["state"] for x in changes() if x["url"] == urls[1]][-1:] == ["healthy"])
         again = serving(urls[1])
         assert (

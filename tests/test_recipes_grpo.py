@@ -110,7 +110,7 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeyp
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
     assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
-    pushes = [x for x in run_dir.read_lines(place / "first/journal.jsonl") if x["kind"] == "push"]
+    pushes = [x for x in run_dir.read_lines(place / "first/events.jsonl") if x["kind"] == "push"]
     assert [push["load_s"] > 0 for push in pushes] == [False, True, True, True]  # it was started with version 0
     tiny.cut_off(place / "first", place / "parts", 2)
     grpo.main(config(place, "parts"))
@@ -315,7 +315,7 @@ def test_named_adapters_train_like_merged_ones(place):
     assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(start, leaves(place / "merged/model"), strict=True))
     versions = sorted(path.name for path in (place / "versions").iterdir())
     assert versions == ["1", "2", "base", "run"] and (place / "versions/2/adapter_model.safetensors").is_file()
-    pushes = [x for x in run_dir.read_lines(place / "named/journal.jsonl") if x["kind"] == "push"]
+    pushes = [x for x in run_dir.read_lines(place / "named/events.jsonl") if x["kind"] == "push"]
     assert [push["label"].split("-")[0] for push in pushes] == ["0", "1", "1", "2"]
     assert [push["pause_s"] > 0 for push in pushes] == [True, False, True, False]  # for the base alone
 
@@ -902,7 +902,7 @@ def test_a_run_with_keys_leaves_no_trace_of_them(place, tmp_path, monkeypatch, c
     [line] = [x for x in run_dir.read_lines(out / "metrics.jsonl") if x["kind"] == "grpo"]
     assert line["reward"] == 1 and line["max_logp_diff"] <= 1e-4
     assert json.loads((out / "summary.json").read_text())["server_version"][0].startswith("1-")
-    assert {"config.json", "journal.jsonl"} <= {path.name for path in out.iterdir()}
+    assert {"config.json", "events.jsonl"} <= {path.name for path in out.iterdir()}
     for path in (path for path in out.rglob("*") if path.is_file()):
         assert b"very-secret" not in path.read_bytes(), path
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import vlm
 
-from areax.adapters import safetensors
+from areax.adapters import cli, safetensors
 from areax.adapters.tracking import run_dir
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
@@ -60,7 +60,7 @@ def config(place, out, serve, steps=2, eta=0, **training):
     ],
 )
 def test_sampler_and_trainer_agree_on_images_over_steps(place, tmp_path, how, inside, more):
-    """At every step the weights have been pushed, with the tower if it trains."""
+    """At every step the weights have been pushed, with the tower if it trains; a replay computes the same bits."""
     out = tmp_path / "out"
     summary = grpo.main(config(place, out, Serve(inside=inside, slots=8, context=64), steps=3, **more))
     assert summary["complete"] and summary["steps"] == 3
@@ -71,6 +71,7 @@ def test_sampler_and_trainer_agree_on_images_over_steps(place, tmp_path, how, in
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert before.keys() == after.keys() and any("visual" in name for name in moved) == (how == "trained")
     assert json.loads((out / "config.json").read_text())["training"]["vision"] == how
+    assert cli.main(["replay", str(out)]) == 0  # from its journal, images included, bit for bit
 
 
 @pytest.mark.wide

@@ -74,7 +74,7 @@ def test_a_run_on_tpus_starts_no_other_process_on_its_chips(monkeypatch):
 @pytest.mark.parametrize(
     ("written", "published", "stays"),
     [
-        ({"metrics.jsonl": "", "journal.jsonl": '{"kind": "open"}'}, "", False),
+        ({"metrics.jsonl": "", "events.jsonl": '{"kind": "open"}'}, "", False),
         ({"metrics.jsonl": "", "server.log": "Traceback"}, "", True),  # it says why a server ended
         ({"metrics.jsonl": ""}, "versions", True),  # which have the run's id
     ],

@@ -88,7 +88,7 @@ def test_a_run_is_complete_only_after_its_last_push_and_evaluation(capfd, number
 
 def test_a_run_ends_with_its_summary_and_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "sft", "step": 1, "loss": 0.5}\n')
-    (tmp_path / "journal.jsonl").write_text("")
+    (tmp_path / "events.jsonl").write_text("")
     ending.finish(str(tmp_path), {"steps": 1, "complete": False})
     said = json.loads((tmp_path / "summary.json").read_text())
     assert said == {"steps": 1, "complete": False, "exports": {}, "report": str(tmp_path / "report.html")}

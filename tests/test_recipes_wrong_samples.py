@@ -256,18 +256,18 @@ def assert_refused_or_sound(all_cases, caplog, path):
     with events.writing(path):
         asyncio.run(main())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sum(line["kind"] == "episode" for line in lines) > len(all_cases)  # the journal's thread still writes
+    assert sum(line["kind"] == "episode" for line in lines) > len(all_cases)  # the thread still writes
 
 
 def test_no_wrong_value_of_a_field_reaches_a_batch(caplog, tmp_path):
     every = [*cases()]
     assert len(every) > 2500
-    assert_refused_or_sound(random.Random(0).sample(every, 400), caplog, tmp_path / "journal.jsonl")
+    assert_refused_or_sound(random.Random(0).sample(every, 400), caplog, tmp_path / "events.jsonl")
 
 
 @pytest.mark.long
 def test_no_wrong_value_of_any_field_reaches_a_batch(caplog, tmp_path):
-    assert_refused_or_sound([*cases()], caplog, tmp_path / "journal.jsonl")
+    assert_refused_or_sound([*cases()], caplog, tmp_path / "events.jsonl")
 
 
 def test_lists_are_samples_too_and_never_hang_a_batch(caplog, tmp_path):

@@ -1,4 +1,4 @@
-"""The event journal of a run: every event once, only complete lines, and the Chrome trace made from it."""
+"""The events of a run: every event once, only complete lines, and the Chrome trace made from it."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir
-from areax.rollout import events as journal
+from areax.rollout import events
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.simulation import clock, simulate
@@ -26,11 +26,11 @@ def lines(path):
     return list(run_dir.read_lines(path))
 
 
-def test_without_a_journal_events_are_ignored(tmp_path):
-    journal.emit("push", label="1")
-    with journal.writing(tmp_path / "a"):
+def test_without_a_file_events_are_ignored(tmp_path):
+    events.emit("push", label="1")
+    with events.writing(tmp_path / "a"):
         pass
-    journal.emit("push", label="2")
+    events.emit("push", label="2")
     assert [line["kind"] for line in lines(tmp_path / "a")] == ["open"]
 
 
@@ -38,7 +38,7 @@ def test_events_carry_the_context_of_their_episode(tmp_path):
     async def workflow(generate, row):
         done = await generate([1, 2])
         await asyncio.sleep(0)
-        journal.emit("mine", row=row["i"])
+        events.emit("mine", row=row["i"])
         return sampled([1, 2], done, temperature=1.0, reward=float("nan") if row["i"] else 0.5)
 
     async def generate(tokens, **_):
@@ -46,11 +46,11 @@ def test_events_carry_the_context_of_their_episode(tmp_path):
         return Completion([7, 8, 9], [-1.0, -0.123456789, -2.0], [3, 3, 4], "stop")
 
     async def main():
-        with journal.context(of="evaluation"):
+        with events.context(of="evaluation"):
             await episodes.rollouts(workflow, generate, [{"i": 0}, {"i": 1}], group_size=2)
-        journal.emit("after")
+        events.emit("after")
 
-    with journal.writing(tmp_path / "a"):
+    with events.writing(tmp_path / "a"):
         asyncio.run(main())
     found = lines(tmp_path / "a")
     own = [line for line in found if line["kind"] == "mine"]
@@ -60,23 +60,18 @@ def test_events_carry_the_context_of_their_episode(tmp_path):
     assert "prompt" not in found[-1] and found[-1]["kind"] == "after"
     ended = [line for line in found if line["kind"] == "episode" and line["prompt"] == 1]
     assert len(ended) == 2 and all(line["begun"] <= line["at"] for line in ended)
-    assert ended[0]["rows"] == [
-        {
-            "tokens": [1, 2, 7, 8, 9], "sampled": [[0, 2], [1, 3]], "logp": [-1.0, -0.12346, -2.0],
-            "versions": [[3, 2], [4, 1]], "rewards": [[4, None]], "finish": "stop",
-        }
-    ]  # fmt: skip
+    assert ended[0]["rows"] == [{"tokens": 5, "sampled": 3, "reward": None, "finish": "stop"}]
 
 
 @settings(max_examples=40)
 @given(st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), max_size=5), st.integers(0, 60))
 def test_a_truncated_last_line_is_dropped_and_the_rest_kept(tmp_path_factory, words, cut):
-    path = tmp_path_factory.mktemp("journal") / "a"
+    path = tmp_path_factory.mktemp("events") / "a"
     whole = b"".join(json.dumps({"word": word.hex()}).encode() + b"\n" for word in words)
     path.write_bytes(whole[: max(0, len(whole) - cut)])
     kept = path.read_bytes()[: path.read_bytes().rfind(b"\n") + 1]
-    with journal.writing(path):
-        journal.emit("next")
+    with events.writing(path):
+        events.emit("next")
     data = path.read_bytes()
     assert data.startswith(kept) and [line.get("kind") for line in lines(path)][-2:] == ["open", "next"]
     assert len(lines(path)) == kept.count(b"\n") + 2
@@ -101,27 +96,27 @@ def test_events_of_a_killed_process_are_on_disk(tmp_path):
 
 
 def test_a_full_disk_loses_events_but_not_the_run(tmp_path, caplog):
-    with journal.writing("/dev/full"):
-        journal.emit("push", label="1")
+    with events.writing("/dev/full"):
+        events.emit("push", label="1")
     assert "events could not be written: [Errno 28]" in caplog.text
-    with journal.writing(tmp_path / "a"):
-        journal.emit("odd", what=object())
-        journal.emit("push", label="2")
+    with events.writing(tmp_path / "a"):
+        events.emit("odd", what=object())
+        events.emit("push", label="2")
     assert [line["kind"] for line in lines(tmp_path / "a")] == ["open", "push"] and "not JSON serial" in caplog.text
 
 
 @pytest.fixture
 def simulated(tmp_path):
-    """The journal of a simulated run, and what its executor and servers did."""
+    """The events of a simulated run, and what its executor and servers did."""
     config = simulate.Config(
         servers=2, server=Rates(slots=4, load_s=0.5), groups=2, group_size=2, new=50.0, steps=6, train_tokens_s=300.0
     )
-    with journal.writing(tmp_path / chrome_trace.JOURNAL):
+    with events.writing(tmp_path / chrome_trace.EVENTS):
         simulate.simulate(config, 2)
-    return tmp_path, lines(tmp_path / chrome_trace.JOURNAL)
+    return tmp_path, lines(tmp_path / chrome_trace.EVENTS)
 
 
-def test_the_journal_of_a_run_is_complete_and_consistent(simulated):
+def test_the_events_of_a_run_are_complete_and_consistent(simulated):
     _, found = simulated
     of = lambda kind: [line for line in found if line["kind"] == kind]
     assert [line["version"] for line in of("batch")] == list(range(6))
@@ -135,7 +130,7 @@ def test_the_journal_of_a_run_is_complete_and_consistent(simulated):
         call = calls[line["prompt"], line["episode"]]
         assert line["begun"] <= call["begun"] <= call["at"] <= line["at"]
         [row] = line["rows"]
-        assert row["versions"] == call["versions"] and sum(n for _, n in call["versions"]) == call["tokens"]
+        assert row["sampled"] == call["tokens"] == sum(n for _, n in call["versions"])
     assert [line["label"][0] for line in of("push")] == list("0123456")
     assert all(line["pause_s"] >= 0.5 and len(line["loaded"]) == 2 for line in of("push"))
     updates = [line for line in of("part") if line["name"] == "update"]
@@ -158,6 +153,8 @@ def test_the_trace_has_every_span(simulated):
     spans = [e for e in events if e["ph"] == "X"]
     assert sum(e["name"] == "update" for e in spans) == 6 and all(e["dur"] >= 0 for e in spans)
     assert chrome_trace.write(path / "nowhere") is None
+    (path / chrome_trace.EVENTS).rename(path / chrome_trace.FORMER)
+    assert json.loads(chrome_trace.write(path).read_text())["traceEvents"] == events
 
 
 def test_average_number_of_completions_in_flight():
@@ -194,7 +191,7 @@ def test_rejected_refused_and_failed_groups_are_distinguished(tmp_path):
             rollout.admit(0)
             await rollout.batch(0)
 
-    with journal.writing(tmp_path / "a"):
+    with events.writing(tmp_path / "a"):
         clock.run(main())
     outcomes = {line["prompt"]: line["outcome"] for line in lines(tmp_path / "a") if line["kind"] == "group"}
     assert outcomes[2] == "refused" and outcomes[3] == "rejected"

@@ -1,4 +1,4 @@
-"""The metrics of each step, compared with the same quantities computed afterwards from the event journal."""
+"""The metrics of each step, compared with the same quantities computed afterwards from the events."""
 
 import asyncio
 import functools
@@ -34,7 +34,7 @@ STEPS, GROUPS, SIZE, ETA, SLOTS = 6, 3, 2, 2, (4, 4)
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """(metrics of each step, when each ended, events of the journal); an update takes 1.5 s, a save 0.25 s."""
+    """(metrics of each step, when each ended, events); an update takes 1.5 s, a save 0.25 s."""
     path = tmp_path_factory.mktemp("figures")
     folder = path / "version"
     folder.mkdir()
@@ -75,13 +75,13 @@ def played(tmp_path_factory):
                 )  # fmt: skip
         await fleet.close()
 
-    with events.writing(path / "journal.jsonl"):
+    with events.writing(path / "events.jsonl"):
         clock.run(main())
-    return told, ends, list(run_dir.read_lines(path / "journal.jsonl"))
+    return told, ends, list(run_dir.read_lines(path / "events.jsonl"))
 
 
 def by_step(lines):
-    """The journal lines of each step, up to that of its update."""
+    """The events of each step, up to that of its update."""
     parts = [[]]
     for line in lines:
         parts[-1].append(line)
@@ -121,7 +121,7 @@ def test_server_occupancy_follows_from_the_completions(played):
     assert len({round(one["server_busy"], 3) for one in told}) >= 4 and all(0 <= x["server_busy"] <= 1 for x in told)
 
 
-def test_tokens_groups_and_pushes_equal_those_of_the_journal(played):
+def test_tokens_groups_and_pushes_equal_those_of_the_events(played):
     told, ends, lines = played
     ended = {x["prompt"]: x for x in lines if x["kind"] == "group"}
     for one, part, (start, end) in zip(told, by_step(lines), itertools.pairwise(ends), strict=True):
@@ -273,7 +273,7 @@ def test_slots_are_read_from_the_server_info(info, wanted):
     assert slots(info) == wanted
 
 
-def test_watchers_receive_events_without_a_journal_file():
+def test_watchers_receive_events_without_a_file():
     seen = []
     with events.watching(seen.append):
         with events.watching(lambda event: seen.append("inner")):

@@ -143,7 +143,7 @@ def _documented(config: type) -> tuple[str, dict[str, str]]:
 
 
 def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+    return name.rstrip("_").replace("_", "-")  # from_: a word of Python's
 
 
 def _clause(text: str) -> str:

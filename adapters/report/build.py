@@ -28,7 +28,7 @@ def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
     run_dir = pathlib.Path(run_dir)
     if not run_dir.is_dir():
         raise ValueError(f"report: needs a run directory, got {run_dir}; pass one, such as runs/demo")
-    names = tracker.METRICS, tracker.SAMPLES, tracker.SUMMARY, tracker.CONFIG
+    names = tracker.METRICS, tracker.SAMPLES, tracker.SUMMARY, tracker.CONFIG, tracker.REPLAY
     if not any((run_dir / name).exists() for name in names):
         raise ValueError(f"report: a run directory must contain {tracker.METRICS}, got {run_dir} without it")
     out = pathlib.Path(out) if out is not None else run_dir / "report.html"
@@ -43,13 +43,13 @@ def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
 
 def _page(run_dir: pathlib.Path, trace: bool) -> str:
     summary, config = _object(run_dir / tracker.SUMMARY), _object(run_dir / tracker.CONFIG)
-    table = rows.read(run_dir / tracker.METRICS)
+    table = rows.read(run_dir / tracker.METRICS) | rows.read(run_dir / tracker.REPLAY)
     sections = [
         ("summary", "Summary", results.summary(summary, table)),
         ("look", "What to look at", results.look(table)),
         *_curves(table),
         ("distributions", "Distributions", _distributions(table)),
-        ("time", "Time", _time(table) + (_servers(run_dir / chrome_trace.JOURNAL) if trace else "")),
+        ("time", "Time", _time(table) + (_servers(chrome_trace.file(run_dir)) if trace else "")),
         ("samples", "Samples", samples.samples(run_dir / tracker.SAMPLES)),
         ("numbers", "All metrics", _numbers(table)),
         ("configuration", "Configuration", _configuration(config)),

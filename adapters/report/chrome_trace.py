@@ -1,7 +1,7 @@
-"""Converts a run's journal to the Chrome trace format, for ui.perfetto.dev and chrome://tracing.
+"""Converts a run's events to the Chrome trace format, for ui.perfetto.dev and chrome://tracing.
 
 Tracks: the trainer's phases of each step, pushes, each server's completions, and server states. Times are microseconds
-since the journal was first opened. The format: "Trace Event Format" (Google, 2016).
+since the file was first opened. The format: "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
@@ -13,22 +13,29 @@ from typing import Any
 
 from ..tracking import run_dir as tracker
 
-JOURNAL, TRACE = "journal.jsonl", "trace.json"
+EVENTS, TRACE = "events.jsonl", "trace.json"
+FORMER = "journal.jsonl"  # what former versions called the events
 TRAINER, SERVERS = 1, 2  # processes in the trace
 CONCURRENT = ("push", "evaluate")  # phases that overlap others and so have separate tracks
 
 
 def write(run_dir: pathlib.Path) -> pathlib.Path | None:
-    """Writes `trace.json` from a run's journal and returns its path; None without a journal."""
-    if not (run_dir / JOURNAL).is_file():
+    """Writes `trace.json` from a run's events and returns its path; None without any."""
+    if not (path := file(run_dir)).is_file():
         return None
-    events = list(chrome(tracker.read_lines(run_dir / JOURNAL)))
+    events = list(chrome(tracker.read_lines(path)))
     tracker.write_text(run_dir / TRACE, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return run_dir / TRACE
 
 
+def file(run_dir: pathlib.Path) -> pathlib.Path:
+    """The events of a run, or where they would be."""
+    former = run_dir / FORMER
+    return former if former.is_file() and not (run_dir / EVENTS).is_file() else run_dir / EVENTS
+
+
 def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
-    """Converts journal events to trace events, in order."""
+    """Converts a run's events to trace events, in order."""
     yield from (_named(TRAINER, "trainer"), _named(SERVERS, "servers"))
     threads: dict[tuple[int, str], int] = {}
     first, offset, calls = None, 0.0, 0

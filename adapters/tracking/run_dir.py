@@ -3,8 +3,10 @@
     config.json     the run's options; config.1.json and so on: those of before a resume changed some
     chat_template.jinja  that of the run's tokenizer; chat_template.1.jinja and so on, likewise
     metrics.jsonl   one line per measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
+    replay.jsonl    one line per step that `areax replay` recomputed
     samples.jsonl   one line per sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
-    journal.jsonl   RL only, one line per event (rollout/events.py)
+    events.jsonl    RL only, one line per event (rollout/events.py)
+    journal.db      RL only, finished episodes and batches (rollout/journal/store.py)
     summary.json    results
 
 Every line is standard JSON: a number that is not finite is written as null and listed in the line's "nonfinite". A line
@@ -30,6 +32,7 @@ CONFIG, METRICS, SAMPLES, SUMMARY = (
     "samples.jsonl",
     "summary.json",
 )
+REPLAY = "replay.jsonl"  # of `areax replay --out`
 TEMPLATE = "chat_template.jinja"
 STATE = "state"  # the folder of saved states (adapters/orbax.py)
 OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that are not metrics

@@ -358,7 +358,7 @@ def run_id(out: str) -> str:
 
 def _written(path: Path) -> bool:
     """Whether a file of a run's directory holds more than what the start of a run puts there."""
-    return path.is_file() and path.name not in (RUN, chrome_trace.JOURNAL) and path.stat().st_size > 0
+    return path.is_file() and path.name not in (RUN, chrome_trace.EVENTS) and path.stat().st_size > 0
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from areax.adapters.command_line.options import by_option
 from areax.adapters.tracking import progress, run_dir
 from areax.parallel.multihost import processes
 from areax.recipes.shared import ending, sources
+from areax.rollout import events
 
 # Options that the form of a state depends on: the weights, the optimisers' states, and a critic or a moving reference.
 SHAPING = "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets", "vision"
@@ -141,6 +142,7 @@ def write_options(config: Any, start: int, tokens: Any) -> None:
     out = Path(config.out)
     if start and (others := changes(config)):
         kept = _kept(out / run_dir.CONFIG)
+        events.emit("options", version=start, former=kept)
         progress.say(
             f"{out}: goes on from step {start} with other options, {', '.join(others)}; the former are in {kept}"
         )

@@ -103,6 +103,6 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
         enter = stack.enter_context
         evaluated = start - bool(config.evaluation.heldout)  # version `start` is evaluated again
         run = enter(run_dir.open_run(out, keep={"grpo": start, "eval": evaluated}))
-        enter(events.writing(out / chrome_trace.JOURNAL))
+        enter(events.writing(out / chrome_trace.EVENTS))
         tick = enter(progress.steps("grpo", max(config.steps, start), start=start, now=compile_time.clock))
         yield Log(run, tick, tokens, saving)

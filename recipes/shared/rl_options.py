@@ -230,6 +230,8 @@ class Saving:
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       samples_every: batches between groups written to samples.jsonl, besides the first and ten held-out answers at each
         evaluation; 0 = none of these.
+      journal: finished episodes and batches in journal.db, from which a killed run goes on: `keep` all, so that the run
+        can be replayed; `prune` those before the oldest checkpoint; or `off`.
       track: where else metrics go: TensorBoard, wandb, trackio, Prometheus.
       profile: steps to trace with jax.profiler, one as 5 or a range as 5:8, both ends included; the trace is in
         `profile/` in the run's directory (docs/metrics.md); "" = none.
@@ -238,6 +240,7 @@ class Saving:
     save_every: int = 0
     save_minutes: float = 30.0
     samples_every: int = 10
+    journal: Literal["keep", "prune", "off"] = "keep"
     track: sinks.Sinks = sinks.Sinks()
     profile: str = ""
 

@@ -17,6 +17,7 @@ from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.chat import images
 from areax.rollout.errors import ServerError
+from areax.rollout.journal.store import Journal
 from areax.rollout.rewards.signatures import Regroup
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
@@ -146,16 +147,18 @@ async def timed(episode: Workflow, seconds: float, generate: Generate, row: Mapp
 
 def scheduler(
     own: Episodes, generate, prompts, rollout: Rollout, objective, *, steps: int, seed: int | None, cursor,
-    vocabulary: int, experts: int | None, check_images: CheckImages | None = None,
+    vocabulary: int, experts: int | None, check_images: CheckImages | None = None, journal: Journal | None = None,
 ) -> Executor:  # fmt: skip
-    """Makes the executor that runs these episodes and returns the batches of `steps` updates, from `cursor` on."""
+    """Makes the executor that runs these episodes and returns the batches of `steps` updates, from `cursor` on, or the
+    later position that the journal has."""
+    cursor = journal and journal.past.cursor or cursor
     return executor.Executor(
         own.train, generate, prompts,
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
         max_concurrent=rollout.max_concurrent, oversample=rollout.oversample, seed=seed, batches=steps, cursor=cursor,
         vocabulary=vocabulary, experts=experts, check_images=check_images,
         accept=varied if objective.shaping.dynamic_sampling else None, regroup=own.regroup,
-        baseline=own.greedy if objective.advantage.mean == "greedy" else None,
+        baseline=own.greedy if objective.advantage.mean == "greedy" else None, journal=journal,
     )  # fmt: skip
 
 

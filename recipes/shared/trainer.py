@@ -247,15 +247,22 @@ def train_packed(
       scalars: values for `Batch.scalars`.
       seen: the images of the samples of each batch; () = none. Each process makes the tower's arrays of them by itself.
     """
-    batches = vision.attach(trainer.reading, batches, seen or [()] * len(batches))
-    if scalars:
-        batches = [batch.with_scalars(**scalars) for batch in batches]
     with jax.set_mesh(trainer.mesh):
-        result = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
+        result = learn(trainer, placed(trainer, batches, scalars, seen))
         if result is not None:
             trainer.version += 1
             refresh(trainer)
     return result
+
+
+def placed(
+    trainer: Trainer, batches: Sequence[Batch], scalars: dict[str, float], seen: Sequence[vision.Images] = ()
+) -> list[Batch]:
+    """Minibatches on the devices, with their scalars and images; arguments as of `train_packed`."""
+    batches = vision.attach(trainer.reading, batches, seen or [()] * len(batches))
+    if scalars:
+        batches = [batch.with_scalars(**scalars) for batch in batches]
+    return [placement.batch(batch, trainer.mesh) for batch in batches]
 
 
 def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
@@ -267,18 +274,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
       was done: the first step does not fit the devices, and `trainer.limit` is less now.
     """
     policy, critic, options = trainer.policy, trainer.critic, trainer.options
-    # One at a time: gloo, which connects processes on the CPU, hangs if many computations are queued.
-    logp_of = lambda model, batch: jax.block_until_ready(model.scores(model.params, batch)).logp_BT
-    if critic:
-        batches = [b.replace(value_BT=learner.scored(critic, b).value_BT) for b in batches]
-    if trainer.reference:
-        reference = on_devices(trainer.reference)
-        batches = [b.replace(ref_BT=logp_of(reference, b)) for b in batches]
-        del reference  # frees the device's copy, if the host has the weights
-    if teacher := trainer.teacher:
-        batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
-    scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
-    ready = [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)]
+    ready, scores = prepared(trainer, batches)
     if not all(microbatch.fits(options, policy, batch, trainer.limit) for batch in ready):
         return None
     report: dict = {}
@@ -294,6 +290,23 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
             }
         report = jax.block_until_ready(common.merge(report, new) if report else new)
     return report, [placement.host(score.logp_BT) for score in scores if score is not None]
+
+
+def prepared(trainer: Trainer, batches: Sequence[Batch]) -> tuple[list[Batch], list]:
+    """(minibatches with what the objective reads, the scores of each or None), all at the current weights."""
+    policy, critic = trainer.policy, trainer.critic
+    # One at a time: gloo, which connects processes on the CPU, hangs if many computations are queued.
+    logp_of = lambda model, batch: jax.block_until_ready(model.scores(model.params, batch)).logp_BT
+    if critic:
+        batches = [b.replace(value_BT=learner.scored(critic, b).value_BT) for b in batches]
+    if trainer.reference:
+        reference = on_devices(trainer.reference)
+        batches = [b.replace(ref_BT=logp_of(reference, b)) for b in batches]
+        del reference  # frees the device's copy, if the host has the weights
+    if teacher := trainer.teacher:
+        batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
+    scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
+    return [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)], scores
 
 
 def refresh(trainer: Trainer) -> None:

@@ -5,7 +5,7 @@
         ...                                            # the loop; at the end of each step:
         run.log("grpo", v, **figures.step(seconds))    # what happened since the step before
 
-`Figures.step` documents each metric; all but the server levels are computed from the events of the journal.
+`Figures.step` documents each metric; all but the server levels are computed from the run's events.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Figures:
         self._held = {server: server.held.read() for server in fleet.servers}
 
     def see(self, event: dict[str, Any]) -> None:
-        """Records an event of the journal; may be called from any thread."""
+        """Records an event; may be called from any thread."""
         if event["kind"] in KINDS:
             self._events.append(event)
 

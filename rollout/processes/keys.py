@@ -43,7 +43,7 @@ def check(key: str, where: str) -> None:
 
 
 def check_address(url: str, what: str) -> None:
-    """Checks that the address of a server holds no secret: addresses are written to config.json and the journal.
+    """Checks that the address of a server holds no secret: addresses are written to config.json and events.
 
     Args:
       what: the option's name in errors.

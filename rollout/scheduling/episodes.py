@@ -10,7 +10,8 @@ import math
 import re
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -30,6 +31,7 @@ PAUSE_S = 1.0  # before the second attempt; doubles
 ROWS = 1 << 16  # most rows of one episode: sample = rollout * ROWS + row
 AGAIN_S = 10.0  # between warnings of one kind: a dead server fails all episodes in flight
 ATOMS = {str, int, float, bool, type(None), bytes}  # of which a copy is the same
+NONE: Mapping[int, list[Sample]] = MappingProxyType({})
 KINDS = 256  # of warnings that are remembered
 
 _warned: dict[tuple[str, ...], tuple[float, int]] = {}  # kind -> (when one was logged, how many were not since then)
@@ -96,6 +98,8 @@ async def group(
     regroup: Regroup | None = None,
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
+    known: Mapping[int, list[Sample]] = NONE,
+    keep: Callable[[int, list[Sample]], Awaitable[None]] | None = None,
 ) -> list[Sample]:
     """Samples `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
 
@@ -112,13 +116,17 @@ async def group(
       on_retry: called before an episode is retried.
       on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
+      known: episodes that ended before, by index; they are not played again.
+      keep: called with an episode's index and samples when it has ended.
     """
     least = min(2, size)
     lost: list[ServerError] = []
 
     async def episode(index: int) -> list[Sample]:
+        if index in known:
+            return known[index]
         try:
-            return await _episode(
+            samples = await _episode(
                 workflow, generate, row, prompt=prompt, index=index, seed=seed, check=check, on_retry=on_retry
             )
         except ServerError as error:
@@ -127,6 +135,9 @@ async def group(
                 raise
             _warn(error, "prompt %d continues without episode %d", prompt, index)
             return []
+        if keep:
+            await keep(index, samples)
+        return samples
 
     played = await _together([episode(index) for index in range(size)], row)
     if lost and on_lost:

@@ -32,6 +32,8 @@ from typing import Any
 
 from .. import events
 from ..errors import ServerError
+from ..journal import codec
+from ..journal.store import Begun, Journal
 from ..processes.printable import one_line
 from ..rewards.signatures import Regroup
 from ..types import Generate, Sample, Workflow
@@ -81,6 +83,7 @@ class Executor:
         vocabulary: int | None = None,
         experts: int | None = None,
         check_images: CheckImages | None = None,
+        journal: Journal | None = None,
     ):
         """
         Args:
@@ -103,6 +106,7 @@ class Executor:
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
           experts: number of its experts in a layer, likewise.
           check_images: checks the images of samples, as `validation.checked` has it.
+          journal: where episodes and batches are kept, and which has the episodes that a former process finished.
         """
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -122,6 +126,7 @@ class Executor:
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
         self.regroup, self.batches, self.oversample = regroup, batches, oversample
         self.vocabulary, self.experts, self.check_images = vocabulary, experts, check_images
+        self.journal = journal
         self._version: int | None = None  # admitted by all servers
         self._forms: dict[str, str] | None = None  # of the first sample
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
@@ -132,6 +137,7 @@ class Executor:
         self._running: dict[int, tuple[int, asyncio.Task]] = {}  # prompt: (version, task), oldest first
         self._ready: dict[int, tuple[int, list[Sample]]] = {}  # prompt: (version, samples)
         self._adaptive = prompts if isinstance(prompts, Adaptive) else None
+        self._forgotten: list[int] = []  # prompts whose recorded episodes no batch will take
         self._left_out: dict[int, float] = {}  # prompt: success, of ended groups that no batch will take
         self._changed = asyncio.Event()
         self._filling = False  # more prompts will be admitted in the next turn of the loop
@@ -142,6 +148,7 @@ class Executor:
         self._lengths = length_bias.Lengths(groups_per_batch)
         if cursor is not None:
             self._resume(cursor)
+        self._recorded = self._recalled(journal.past.begun) if journal else {}
 
     async def __aenter__(self) -> Executor:
         return self
@@ -175,13 +182,17 @@ class Executor:
         while True:
             if self._error:
                 raise self._error
-            if len(self._ready) >= self.groups_per_batch and (groups := self._close(v)):
-                return groups
+            if not self._recorded and len(self._ready) >= self.groups_per_batch and (groups := self._close(v)):
+                if self.journal:
+                    ended = [*groups, *self._forgotten]
+                    self._forgotten.clear()
+                    await self.journal.close_batch(v, [*groups.values()], self.cursor(), ended)
+                return [*groups.values()]
             self._changed.clear()
             await self._changed.wait()
 
-    def _close(self, v: int) -> list[list[Sample]] | None:
-        """The groups of batch v, which is thereby closed; None while it must wait."""
+    def _close(self, v: int) -> dict[int, list[Sample]] | None:
+        """The groups of batch v by prompt, which is thereby closed; None while it must wait."""
         order = sorted(self._ready, key=lambda prompt: (self._ready[prompt][0], prompt not in self._retrying, prompt))
         oldest, left = sorted(order[: self.groups_per_batch]), order[self.groups_per_batch :]
         if not self._in_time(v, left):
@@ -194,7 +205,7 @@ class Executor:
         self._observe(groups)
         self._lengths.train(map(_length, groups.values()))
         events.emit("batch", version=v, prompts=oldest)
-        return list(groups.values())
+        return groups
 
     def lengths(self) -> dict[str, float]:
         """The length of started groups, and the bias of those in batches (`length_bias.Lengths.report`)."""
@@ -203,8 +214,9 @@ class Executor:
     def cursor(self) -> dict[str, Any]:
         """The run's position after the batches handed out, as JSON; `Executor(cursor=...)` resumes from it."""
         epoch, index = divmod(self._next, self.prompts.size or self._next + 1)  # of a stream unknown
-        stopped = sorted([*self._deferred, *self._retrying])
-        opened = sorted({*self._open, *self._running, *self._ready} - self._retrying)
+        retrying = sorted(self._retrying)
+        stopped = [*retrying, *self._deferred]
+        opened = sorted({*self._open, *self._running, *self._ready, *self._recorded} - self._retrying)
         return {
             "batch": self._batch,
             "next": self._next,
@@ -212,6 +224,7 @@ class Executor:
             "index": index,
             "open": opened,
             "stopped": stopped,
+            "retrying": retrying,
             "counts": dict(self._total),
             "data": self._identity(),
             **({"curriculum": self._adaptive.state(sorted([*opened, *stopped]))} if self._adaptive else {}),
@@ -241,11 +254,35 @@ class Executor:
                 )
         self._batch, self._next = cursor["batch"], cursor["next"]
         self._open.extend(cursor["open"])
-        self._deferred.extend(cursor.get("stopped", ()))
+        self._retrying.update(retrying := cursor.get("retrying", ()))
+        self._open.extendleft(reversed(retrying))
+        self._deferred.extend(prompt for prompt in cursor.get("stopped", ()) if prompt not in self._retrying)
         self._reopen()
         self._total.update(cursor["counts"])
         if self._adaptive:
             self._adaptive.restore(cursor["curriculum"])
+
+    def _recalled(self, begun: Mapping[int, Begun]) -> dict[int, Begun]:
+        """The groups that a former process had begun behind the cursor, in their order, without what is of no use:
+        groups that no batch can take in time, and episodes of versions that are not made yet, and may become others."""
+        v = self._batch
+        use = {
+            prompt: one
+            for prompt, one in sorted(begun.items(), key=lambda entry: (entry[1].version, entry[0]))
+            if v - self.eta <= one.version <= v and (prompt in self._open or prompt >= self._next)
+        }
+        self._forgotten += begun.keys() - use.keys()
+        after = range(self._next, max([self._next - 1, *use]) + 1)
+        self._next = after.stop
+        self._open = deque(prompt for prompt in (*self._open, *after) if prompt not in use)
+        made = lambda samples: all(sample.version.max() <= v for sample in samples)
+        recalled = {
+            prompt: one._replace(episodes={i: samples for i, samples in one.episodes.items() if made(samples)})
+            for prompt, one in use.items()
+        }
+        known = (s for one in recalled.values() for samples in one.episodes.values() for s in samples)
+        self._forms = next(map(forms, known), None)
+        return recalled
 
     def _observe(self, groups: Mapping[int, list[Sample]]) -> None:
         """Updates the curriculum with a batch and the groups left out so far, by prompt: the order of ending varies."""
@@ -291,6 +328,7 @@ class Executor:
             self._lengths.stop(prompt, now)
             events.emit("group", prompt=prompt, admitted=version, outcome="stopped")
         self._total["stopped"] += len(prompts)
+        self._forgotten += prompts
         self._retrying -= set(prompts)
         self._deferred += prompts
         self._reopen()
@@ -318,9 +356,8 @@ class Executor:
         if self._filling or self._version is None:
             return
         for _ in range(max(1, AT_ONCE // self.group_size)):
-            if self._closed or self._error or self._room(self._version) <= 0:
+            if self._closed or self._error or not self._begin(self._version):
                 return
-            self._begin(self._version)
         self._filling = True
         asyncio.get_running_loop().call_soon(self._fill_on)
 
@@ -328,40 +365,62 @@ class Executor:
         self._filling = False
         self._fill()
 
-    def _begin(self, v: int) -> None:
-        """Starts the group of the next prompt, admitted at version v."""
-        if self._open:
-            prompt = self._open.popleft()
+    def _begin(self, v: int) -> bool:
+        """Starts a group that a former process had begun, admitted at its version then, for which it may have to wait;
+        once there is none, that of the next prompt, if there is room. Returns whether it has."""
+        if self._recorded:
+            prompt, begun = next(iter(self._recorded.items()))
+            if begun.version > v:
+                return False
+            del self._recorded[prompt]
+        elif self._room(v) <= 0:
+            return False
         else:
-            prompt, self._next = self._next, self._next + 1
-        task = asyncio.create_task(self._group(prompt, v))
-        self._running[prompt] = (v, task)
+            prompt, begun = self._open.popleft() if self._open else self._next, Begun(v, "", {})
+            self._next += prompt == self._next
+        task = asyncio.create_task(self._group(prompt, begun))
+        self._running[prompt] = (begun.version, task)
         self._lengths.begin(prompt, asyncio.get_running_loop().time())
         task.add_done_callback(functools.partial(self._finish, prompt))
+        return True
 
-    async def _group(self, prompt: int, version: int) -> tuple[list[Sample], bool]:
+    async def _group(self, prompt: int, begun: Begun) -> tuple[list[Sample], bool]:
         """The samples of a prompt's group, and whether they may be trained on."""
+        row, known, keep = self.prompts[prompt], begun.episodes, None
+        if self.journal:
+            mark = codec.mark(row)
+            if known and mark != begun.row:
+                log.warning("prompt %d: has another row now, its episodes in the journal are generated again", prompt)
+                known = {}
+            self.journal.begin(prompt, begun.version, mark)
+            keep = functools.partial(self.journal.keep, prompt, begun.version, mark, exact=self.regroup is not None)
         samples = await group(
             self.workflow,
             functools.partial(_undistorted, self.generate),
-            self.prompts[prompt],
+            row,
             prompt=prompt,
             size=self.group_size,
             seed=self.seed,
-            check=functools.partial(self._alike, oldest=version),
+            check=functools.partial(self._alike, oldest=begun.version),
             regroup=self.regroup,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
+            known=known,
+            keep=keep,
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
         if self.baseline:
-            [greedy] = await rollouts(
-                self.baseline, self.generate, [self.prompts[prompt]], check=self._checked, regroup=self.regroup
-            )
+            greedy = known.get(self.group_size)  # it is recorded behind the group's own
+            if greedy is None:
+                [greedy] = await rollouts(
+                    self.baseline, self.generate, [row], check=self._checked, regroup=self.regroup
+                )
+                if keep:
+                    await keep(self.group_size, greedy)
             value = greedy[0].reward if greedy else float("nan")
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
-        return [s.replace(info={**s.info, "admitted": version}) for s in samples], True
+        return [s.replace(info={**s.info, "admitted": begun.version}) for s in samples], True
 
     def _checked(self, sample: Sample, oldest: int = 0) -> Sample:
         """A sample that may be trained on; servers may have the version that is being pushed already."""
@@ -396,6 +455,7 @@ class Executor:
         self._lengths.end(prompt, asyncio.get_running_loop().time(), tokens)
         if not accepted:
             self._retrying.discard(prompt)
+            self._forgotten.append(prompt)
             self._left_out[prompt] = success(samples)
         if accepted:
             self._ready[prompt] = samples[0].info["admitted"], samples

@@ -17,7 +17,7 @@ from areax.adapters import cli, launch
 from areax.adapters.command_line import help, parse
 from areax.adapters.commands import plan
 from areax.core import losses
-from areax.recipes import demo, distill, eval, grpo, preference, prm, sft
+from areax.recipes import demo, distill, eval, grpo, preference, prm, replay, sft
 from areax.rollout.simulation import simulate
 
 RECIPES = {"sft": sft, "grpo": grpo, "preference": preference, "distill": distill, "prm": prm}
@@ -25,6 +25,7 @@ CONFIGS = {
     "plan": plan.Options,
     "demo": demo.Config,
     "eval": eval.Config,
+    "replay": replay.Options,
     "simulate": simulate.Config,
     "launch": launch.Config,
 }
@@ -45,6 +46,8 @@ def pages() -> dict[str, str]:
         about = _summary(command)
         if name == "plan":
             about += "\n\nAll options of the recipe, and these:"
+        if name == "replay":
+            about += "\n\nAll options of [training](train-grpo.md), and these:"
         made[f"{name}.md"] = _page(f"areax {name}", about, help.by_group(config), _positional(command))
     return made
 

@@ -1,0 +1,52 @@
+"""The journal of a reinforcement learning run, and what must be the same for a resumed run to go on from it."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from areax.recipes.shared import resume
+from areax.recipes.shared.rl_options import Evaluation, Saving, Serving
+from areax.rollout.journal import store
+from areax.rollout.journal.store import Journal
+
+FREE = "steps", "max-concurrent", "reward-workers", "rows"  # options on which no episode depends
+ROUNDING = "run.", "mesh."  # beginnings of those that change the rounding of results alone
+MOVED = "model", "teacher", "critic.model", "reward", "workflow", "row", "env", "data"  # whose contents count
+
+
+@contextlib.asynccontextmanager
+async def opened(config: Any, run: str, start: int, known: dict[str, str], data: Any) -> AsyncIterator[Journal | None]:
+    """Opens the journal of a `grpo.Config`; None with `--journal off`, which leaves nothing there for later processes
+    to take for this one's.
+
+    Args:
+      run: id of the run.
+      start: the version of the state that it goes on from.
+      known: `contents.of` what it is made of.
+      data: `sources.identity` of its rows.
+    """
+    out, off = Path(config.out), config.saving.journal == "off"
+    if off and not (out / store.FILE).exists():
+        yield None
+        return
+    own = resume.options(replace(config, out="", serving=Serving(), evaluation=Evaluation(), saving=Saving()))
+    own |= {name: str(own[name]).rpartition("/")[2] for name in MOVED}
+    options = {name: value for name, value in own.items() if not (name in FREE or name.startswith(ROUNDING))}
+    content = {name: value for name, value in known.items() if not name.startswith("--")}
+    identity = {
+        "run": run,
+        "options": "none" if off else _hash(options),
+        "contents": _hash(content),
+        "rows": _hash(data),
+    }
+    async with store.opened(out, start, identity) as journal:
+        yield None if off else journal
+
+
+def _hash(values: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())

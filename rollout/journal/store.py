@@ -1,0 +1,294 @@
+"""The journal of a run in its directory: an SQLite database of finished episodes and of the batches made of them.
+
+    batches   version, cursor (the position after it, JSON), sizes of its groups (JSON), samples (codec.py)
+    episodes  prompt, episode, admitted, row (its hash), samples: of groups that no batch has taken yet
+    images    hash, data, used: the last version whose samples have it
+    meta      schema, run, and what its episodes depend on
+
+Every record has a hash of its bytes. A record is written before what it says is used, so that a killed process loses
+what it was in the middle of, and nothing else: a batch is in the journal when it is handed out, an episode when its
+group sees it, and behind the record that its group has begun (episode BEGUN). A process that is killed
+leaves a whole database (write-ahead log); a machine that loses power may lose the last seconds. The file needs no
+locks and no shared memory, which network file systems may lack: a run's directory belongs to one process (folders.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ..types import Image, Sample
+from . import codec
+
+log = logging.getLogger(__name__)
+
+FILE = "journal.db"
+SCHEMA = f"1 {' '.join(codec.FIELDS)}"
+BEGUN = -1  # the episode that says that its group has begun
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (
+  version INTEGER PRIMARY KEY, cursor TEXT NOT NULL, sizes TEXT NOT NULL, samples BLOB NOT NULL, hash TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS episodes (
+  prompt INTEGER NOT NULL, episode INTEGER NOT NULL, admitted INTEGER NOT NULL, row TEXT NOT NULL,
+  samples BLOB NOT NULL, hash TEXT NOT NULL, PRIMARY KEY (prompt, episode));
+CREATE TABLE IF NOT EXISTS images (hash TEXT PRIMARY KEY, data BLOB NOT NULL, used INTEGER NOT NULL);
+"""
+OUTSIDE = {  # errors that are not the file's own: the disk is full, cannot be read, ...
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED,
+}  # fmt: skip
+
+
+class Begun(NamedTuple):
+    """A group that no batch has taken: the version at which it was admitted, the hash of its row, and its finished
+    episodes by index."""
+
+    version: int
+    row: str
+    episodes: dict[int, list[Sample]]
+
+
+class Batch(NamedTuple):
+    """A batch that was handed out: its groups, and the run's position after it."""
+
+    groups: list[list[Sample]]
+    cursor: dict[str, Any]
+
+
+class Past(NamedTuple):
+    """What a former process recorded after the state that this one goes on from.
+
+    Attributes:
+      batches: the versions that were trained on, without a gap.
+      cursor: the position after the last of them; None without any.
+      begun: groups that no batch has taken, by prompt.
+    """
+
+    batches: range
+    cursor: dict[str, Any] | None
+    begun: dict[int, Begun]
+
+
+class Journal:
+    """A run's journal, open for writing in one process; made by `opened`."""
+
+    def __init__(self, path: Path, db: sqlite3.Connection, pool: ThreadPoolExecutor, past: Past):
+        self.path, self.past = path, past
+        self._db, self._pool = db, pool  # the database is used in the pool's one thread
+        self._failed = self._unfit = False
+
+    async def read(self, version: int) -> Batch:
+        """Reads a batch. Raises ValueError if it is missing or damaged."""
+        return await asyncio.wrap_future(self._pool.submit(_batch, self._db, self.path, version))
+
+    def begin(self, prompt: int, admitted: int, row: str) -> None:
+        """Records that a group has begun, without waiting for it; arguments as of `keep`."""
+        self._written(lambda: self._put((prompt, BEGUN, admitted, row), codec.packed([], exact=True)))
+
+    async def keep(
+        self, prompt: int, admitted: int, row: str, episode: int, samples: Sequence[Sample], *, exact: bool = False
+    ) -> None:
+        """Records a finished episode, [] if it was rejected; returns when it is in the file.
+
+        Args:
+          admitted: the version at which its group was admitted.
+          row: `codec.mark` of the group's row.
+          exact: an episode whose `info` would not come back as it is, is not recorded.
+        """
+
+        def write() -> None:
+            try:
+                data = codec.packed(samples, exact=exact)
+            except ValueError as error:
+                if not self._unfit:
+                    log.warning("%s: has no episodes whose info is not data, such as one: %s", self.path, error)
+                self._unfit = True
+                return
+            self._keep_images(samples, admitted)
+            self._put((prompt, episode, admitted, row), data)
+
+        await asyncio.wrap_future(self._written(write))
+
+    async def close_batch(
+        self, version: int, groups: Sequence[Sequence[Sample]], cursor: Mapping[str, Any], ended: Collection[int]
+    ) -> None:
+        """Records a batch, and forgets the episodes of the prompts that ended; returns when that is in the file.
+
+        Args:
+          cursor: the run's position after it.
+          ended: the prompts of the batch, and others whose episodes no batch will take.
+        """
+
+        def write() -> None:
+            samples = [sample for group in groups for sample in group]
+            data, sizes = codec.packed(samples, exact=False), json.dumps([*map(len, groups)])
+            text = json.dumps(cursor)
+            self._keep_images(samples, version)
+            row = (version, text, sizes, data, _hash(data, (version, text, sizes)))
+            self._db.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?)", row)
+            self._db.executemany("DELETE FROM episodes WHERE prompt = ?", ((prompt,) for prompt in ended))
+
+        await asyncio.wrap_future(self._written(write))
+
+    def prune(self, before: int, eta: int) -> None:
+        """Forgets the batches before a version, and the images that only they had, without waiting for it.
+
+        Args:
+          eta: most versions between the admission of a group and its batch.
+        """
+
+        def write() -> None:
+            self._db.execute("DELETE FROM batches WHERE version < ?", (before,))
+            self._db.execute("DELETE FROM images WHERE used < ?", (before - eta,))
+
+        self._written(write)
+
+    def _put(self, key: tuple[int, int, int, str], data: bytes) -> None:
+        self._db.execute("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
+
+    def _keep_images(self, samples: Sequence[Sample], used: int) -> None:
+        found = {image.hash: image.data for sample in samples for image in sample.images}
+        self._db.executemany(
+            "INSERT INTO images VALUES (?, ?, ?) ON CONFLICT (hash) DO UPDATE SET used = max(used, excluded.used)",
+            ((name, data, used) for name, data in found.items()),
+        )
+
+    def _written(self, write: Callable[[], None]) -> Future[None]:
+        """Runs `write` as a transaction in the database's thread. A full disk does not end the run: what is missing
+        here is generated again after a kill."""
+
+        def transaction() -> None:
+            try:
+                with self._db:
+                    write()
+            except sqlite3.DatabaseError as error:  # the disk is full, or damaged
+                if not self._failed:
+                    log.warning(
+                        "%s: not all is written (%s): a killed process would generate more again", self.path, error
+                    )
+                self._failed = True
+
+        return self._pool.submit(transaction)
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> AsyncIterator[Journal]:
+    """Opens the journal in a run's directory, for a process that goes on from version `start`.
+
+    What it holds from there on is only used if it was recorded by the same run with the same options. A damaged file,
+    or one of another schema, is put aside; a damaged record ends what is used; each with a line.
+
+    Args:
+      identity: the run's id, and what its episodes and batches depend on.
+
+    Raises OSError if the file cannot be opened or written.
+    """
+    path = folder / FILE
+    with ThreadPoolExecutor(1, "journal") as pool:
+        db, past = await asyncio.wrap_future(pool.submit(_opened, path, start, dict(identity)))
+        try:
+            yield Journal(path, db, pool, past)
+        finally:
+            pool.submit(db.close)  # the pool waits for it
+
+
+def _opened(path: Path, start: int, identity: Mapping[str, str]) -> tuple[sqlite3.Connection, Past]:
+    for last in (False, True):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?vfs=unix-none", uri=True, check_same_thread=False)
+        db.text_factory = lambda text: text.decode(errors="replace")
+        try:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.executescript(TABLES)
+            with db:
+                return db, _past(db, path, start, {"schema": SCHEMA, **identity})
+        except sqlite3.DatabaseError as error:
+            db.close()
+            if last or getattr(error, "sqlite_errorcode", 0) & 0xFF in OUTSIDE:
+                raise OSError(f"{path}: {error}") from error
+            aside = path.with_name(f"{path.name}.aside")
+            log.warning("%s: %s; it is now %s, and what it had is generated again", path, error, aside.name)
+            for end in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    path.with_name(path.name + end).rename(f"{aside}{end}")
+    raise AssertionError
+
+
+def _past(db: sqlite3.Connection, path: Path, start: int, now: dict[str, str]) -> Past:
+    """What the journal has from version `start` on that can be used; removes the rest."""
+    then = dict(db.execute("SELECT name, value FROM meta").fetchall())
+    others = [name for name in now if then and then.get(name) != now[name]]
+    if "schema" in others:
+        raise sqlite3.DatabaseError("it was written by another version of areax")
+    [[newest]] = db.execute("SELECT max(version) FROM batches").fetchall()
+    end, cursor, why = start, None, f"it is of another {' and '.join(others)}"
+    while not others and newest is not None and end <= newest:
+        try:
+            cursor, end = _batch(db, path, end).cursor, end + 1
+        except ValueError as error:
+            why = str(error)
+            break
+    begun = {} if others else _begun(db, path)
+    gone = db.execute("DELETE FROM batches WHERE version >= ?", (end,)).rowcount
+    gone += db.execute("DELETE FROM episodes").rowcount if others else 0
+    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
+    if gone:
+        log.warning("%s: what it has from version %d on is generated again: %s", path, end, why)
+    return Past(range(start, end), cursor, begun)
+
+
+def _begun(db: sqlite3.Connection, path: Path) -> dict[int, Begun]:
+    made: dict[int, Begun] = {}
+    rows = db.execute("SELECT prompt, episode, admitted, row, samples, hash FROM episodes ORDER BY prompt, episode")
+    for prompt, episode, admitted, row, data, given in rows.fetchall():
+        try:
+            if _hash(data, (prompt, episode, admitted, row)) != given:
+                raise ValueError("it is damaged")
+            if episode == BEGUN:
+                made[prompt] = Begun(admitted, row, {})
+            elif prompt not in made or made[prompt][:2] != (admitted, row):
+                raise ValueError("its group is not the one that began")
+            else:
+                made[prompt].episodes[episode] = codec.unpacked(data, lambda name: _image(db, name))
+        except ValueError as error:
+            log.warning("%s: episode %s of prompt %s is generated again: %s", path, episode, prompt, error)
+    return made
+
+
+def _batch(db: sqlite3.Connection, path: Path, version: int) -> Batch:
+    """Reads a batch. Raises ValueError if it is missing or damaged."""
+    row = db.execute("SELECT cursor, sizes, samples, hash FROM batches WHERE version = ?", (version,)).fetchone()
+    try:
+        if not row or _hash(row[2], (version, row[0], row[1])) != row[3]:
+            raise ValueError("its bytes changed" if row else "it is missing")
+        samples = iter(codec.unpacked(row[2], lambda name: _image(db, name)))
+    except ValueError as error:
+        raise ValueError(f"{path}: the batch of version {version} cannot be used: {error}") from error
+    return Batch([[next(samples) for _ in range(size)] for size in json.loads(row[1])], json.loads(row[0]))
+
+
+def _image(db: sqlite3.Connection, name: str) -> bytes:
+    """The bytes of an image. Raises ValueError if it is missing or damaged, and forgets it, to be stored anew."""
+    for (data,) in db.execute("SELECT data FROM images WHERE hash = ?", (name,)).fetchall():
+        if isinstance(data, bytes) and Image(data).hash == name:
+            return data
+    db.execute("DELETE FROM images WHERE hash = ?", (name,))
+    raise ValueError(f"its image {name} is missing or damaged")
+
+
+def _hash(data: Any, key: Sequence[Any]) -> str:
+    """Of a record; whatever a damaged file has in its place."""
+    return xxhash.xxh3_128_hexdigest(
+        f"{list(key)}".encode(errors="replace") + (data if isinstance(data, bytes) else b"")
+    )
