@@ -1,8 +1,8 @@
 """Samples as bytes: every field exactly, about 4 bytes a token.
 
 A MessagePack list of the values of each field, compressed by zstd. Of floats, bytes of equal significance stand
-together, because the high ones repeat; token ids stay as they are, because words do. Images are named by their hashes; their
-bytes are stored once, elsewhere.
+together, because the high ones repeat; token ids stay as they are, because words do. Images are named by their hashes;
+their bytes are stored once, elsewhere.
 """
 
 from __future__ import annotations
