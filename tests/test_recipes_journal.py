@@ -100,9 +100,8 @@ def test_killed_servers_and_reward_workers_change_nothing(place):
 
 
 def schedule(eta):
-    """{prompt: the version with which the server answers it}: the batch that takes it. At eta 4, of four groups that are
-    open at a time, a batch takes the oldest and another; at eta 1 all are admitted early, and the bound sets the order.
-    """
+    """{prompt: the version with which the server answers it}: the batch that takes it. At eta 4, of four open groups a
+    batch takes the oldest and another; at eta 1 all are admitted early, and the bound orders them."""
     chance, made, waiting = random.Random(0), {}, [0, 1, 2, 3]
     later = iter(range(4, STEPS * GROUPS))
     for v in range(STEPS):

@@ -52,7 +52,8 @@ def same(one, other):
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(st.characters()), st.binary(),
     st.floats(width=32).map(np.float32), st.integers(0, 99).map(np.int16), st.just(np.datetime64("2026-01-02")),
-    st.sampled_from([RED, np.zeros((2, 0, 3)), np.array(["a", "bc"]), np.ones(3, ml_dtypes.bfloat16), np.array(1.5, ">f4"), np.float64(0.1)]),
+    st.sampled_from([RED, np.zeros((2, 0, 3)), np.array(["a", "bc"]), np.ones(3, ml_dtypes.bfloat16)]),
+    st.sampled_from([np.array(1.5, ">f4"), np.float64(0.1)]),
 )  # fmt: skip
 names = st.one_of(st.text(), st.integers(0, 9), st.tuples(st.integers(0, 9), st.text()))
 data = st.recursive(
@@ -295,7 +296,7 @@ def test_a_full_disk_loses_records_but_not_the_run(small, caplog):
     (small / "ballast").write_bytes(bytes(300_000))
     opened(small, fill)
     [line] = caplog.messages
-    assert "not all is written (database or disk is full): a killed process would generate more again" in line
+    assert "not all is written (database or disk is full): after a kill more is made again" in line
     (small / "ballast").unlink()
     past = opened(small)
     assert 2 < len(past.batches) < 40 and past.cursor == {"batch": past.batches.stop}

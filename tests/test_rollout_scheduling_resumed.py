@@ -204,7 +204,8 @@ schedules = dict(
 )  # fmt: skip
 
 
-@settings(max_examples=40)
+@pytest.mark.slow
+@settings(max_examples=25)
 @given(**schedules)
 def test_at_eta_0_a_killed_run_is_the_run_that_was_not(tmp_path_factory, deaths, older, **options):
     path = tmp_path_factory.mktemp("runs")
@@ -214,7 +215,8 @@ def test_at_eta_0_a_killed_run_is_the_run_that_was_not(tmp_path_factory, deaths,
     assert other.trained == whole.trained and other.states[STEPS] == whole.states[STEPS]
 
 
-@settings(max_examples=80)
+@pytest.mark.slow
+@settings(max_examples=60)
 @given(
     eta=st.integers(0, 4), oversample=st.integers(0, G), fail=st.sampled_from([0.0, 0.2]), most=st.integers(1, 9),
     **schedules,

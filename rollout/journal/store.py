@@ -173,9 +173,7 @@ class Journal:
                     write()
             except sqlite3.DatabaseError as error:  # the disk is full, or damaged
                 if not self._failed:
-                    log.warning(
-                        "%s: not all is written (%s): a killed process would generate more again", self.path, error
-                    )
+                    log.warning("%s: not all is written (%s): after a kill more is made again", self.path, error)
                 self._failed = True
 
         return self._pool.submit(transaction)
