@@ -32,7 +32,7 @@ from . import codec
 log = logging.getLogger(__name__)
 
 FILE = "journal.db"
-SCHEMA = f"1 {' '.join(codec.FIELDS)}"
+SCHEMA = f"2 {' '.join(codec.FIELDS)}"
 BEGUN = -1  # the episode that says that its group has begun
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
