@@ -197,7 +197,7 @@ def test_queues_reported_to_the_heartbeat_lower_the_limit_except_during_a_push(t
             b.refuse["/v1/loads"] = hangs
             before = looks()
             await until(lambda: looks() > before + 3)
-            assert first.limit.most == second.limit.most == math.inf and fleet.healthy == [first, second]
+            assert first.limit.most == second.limit.most == math.inf and fleet.healthy == (first, second)
             a.refuse["/v1/loads"] = answers(200, queue)
             await until(lambda: first.limit.most == 8)  # halved again and again, in steps
             assert fleet.counts["lowered"] >= 1 and second.limit.most == math.inf

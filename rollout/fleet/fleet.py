@@ -129,13 +129,16 @@ class Fleet:
         self._image_token, self._ends = image_token, tuple(ends)
         self._reach, self._elastic = reach, elastic
         self._first = self.servers[0].label if self.servers else ""  # weights before the first push
+        self._healthy: tuple[Server, ...] | None = None
         self._recent = prefix_routing.Recent[Server]()
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
-    def healthy(self) -> list[Server]:
+    def healthy(self) -> Sequence[Server]:
         """The servers that take requests; may be none for a while."""
-        return [server for server in self.servers if server.state == "healthy"]
+        if self._healthy is None:  # each request asks
+            self._healthy = tuple(server for server in self.servers if server.state == "healthy")
+        return self._healthy
 
     def raise_if_unrecoverable(self) -> None:
         """Raises ServerError, with the reasons, if every server is dead or leaving and no other may join."""
@@ -585,7 +588,7 @@ class Fleet:
             server.why = why
         if state != server.state:
             events.emit("server", url=server.url, state=state, why=why)
-        server.state = state
+        server.state, self._healthy = state, None
         if state not in (*SOUND, "suspect", "leaving"):
             server.cached.clear()
             _stop(server.running)

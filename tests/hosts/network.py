@@ -1,7 +1,7 @@
 """Hosts on one machine: namespaces with an address, a name, processes, and memory and temporary files of their own.
 
-They share nothing but a network (`switch.py`) and, where asked, a folder, as hosts with a network file system do. All
-that a host runs ends with it.
+They share nothing but a network (`switch.py`) and, where asked, a folder, as hosts with a network file system do; and
+the tests' compiled programs, of which JAX writes only those of process 0. All that a host runs ends with it.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ hostname "$NAME"
 [ -z "$SHARED_FROM" ] && mount -t tmpfs tmpfs /mnt || mount --rbind "$SHARED_FROM" /mnt
 mount --bind "$OWN_FROM" /srv
 mount --bind "$OWN_FROM/hosts" /etc/hosts
+mount --bind "$COMPILED_FROM" /srv/jax
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /tmp
 echo up
@@ -85,7 +86,7 @@ class Host:
         self.address = f"10.78.0.{number}"
         self.space = f"areax-hosts-{os.getpid()}-{name}"
         self.own = network.folder / name
-        self.own.mkdir()
+        (self.own / "jax").mkdir(parents=True)
         self.init, self._booted, self.port = 0, None, None
         self._processes = []
 
@@ -103,7 +104,8 @@ class Host:
             f"addr add {self.address}/24 dev eth0", "link set eth0 up",
         ):  # fmt: skip
             ip("-n", self.space, *words.split())
-        own = {"NAME": self.name, "OWN_FROM": str(self.own), "SHARED_FROM": str(self._network.shared) if shared else ""}
+        folder, compiled = (str(self._network.shared) if shared else ""), str(self._network.compiled)
+        own = {"NAME": self.name, "OWN_FROM": str(self.own), "SHARED_FROM": folder, "COMPILED_FROM": compiled}
         command = ["ip", "netns", "exec", self.space, "unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
         self._booted = subprocess.Popen(
             [*command, "--kill-child", "bash", "-c", BOOT],
@@ -154,8 +156,9 @@ class Network:
     """Hosts a to e, host c without the shared folder."""
 
     def __init__(self, folder):
-        self.folder, self.shared = folder, folder / "shared"
+        self.folder, self.shared, self.compiled = folder, folder / "shared", folder / "compiled"
         self.shared.mkdir()
+        self.compiled.mkdir()
         self.switch = Switch()
         self.hosts: dict[str, Host] = {}
         for number, name in enumerate("abcde", 1):
