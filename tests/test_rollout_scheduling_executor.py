@@ -133,8 +133,8 @@ def test_no_group_is_older_than_eta_in_a_thousand_steps(eta):
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda ex, v, left: True,  # the gate only
-        lambda ex, v, left: all(a > v - ex.eta for a, _ in ex._running.values()),  # k = 0 only
+        lambda ex, v: True,  # the gate only
+        lambda ex, v: all(a > v - ex.eta for a, _ in ex._running.values()),  # k = 0 only
     ],
 )
 def test_weaker_admission_rules_exceed_the_bound(rule):

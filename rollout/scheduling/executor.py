@@ -26,9 +26,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from .. import events
 from ..errors import ServerError
@@ -193,15 +195,18 @@ class Executor:
 
     def _close(self, v: int) -> dict[int, list[Sample]] | None:
         """The groups of batch v by prompt, which is thereby closed; None while it must wait."""
+        if not self._in_time(v):
+            return None
         order = sorted(self._ready, key=lambda prompt: (self._ready[prompt][0], prompt not in self._retrying, prompt))
         oldest, left = sorted(order[: self.groups_per_batch]), order[self.groups_per_batch :]
-        if not self._in_time(v, left):
+        late = self._late(v, left)
+        if self._retrying & set(late) and v + 1 != self.batches:
             return None
         self._batch += 1
         groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
         self._retrying -= groups.keys()
         if self.oversample:
-            self._stop(self._late(v, left))
+            self._stop(late)
         self._observe(groups)
         self._lengths.train(map(_length, groups.values()))
         events.emit("batch", version=v, prompts=oldest)
@@ -292,28 +297,28 @@ class Executor:
             for prompt in sorted(rates):
                 self._adaptive.observe(prompt, rates[prompt])
 
-    def _in_time(self, v: int, left: Sequence[int]) -> bool:
-        """Whether the batches after v can consume all running groups and the finished ones `left` in time, except for
-        up to `oversample` groups, which are then stopped."""
-        late = self._late(v, left)
-        if len(late) > self.oversample or (self._retrying & set(late) and v + 1 != self.batches):
-            return False
-        versions = [version for prompt, version in self._remaining(left).items() if prompt not in late]
-        return all(
-            sum(version <= v - self.eta + k for version in versions) <= k * self.groups_per_batch + self.oversample
-            for k in range(1, self.eta)
+    def _in_time(self, v: int) -> bool:
+        """Whether the batches after v can consume in time all groups that batch v does not, except for up to
+        `oversample` groups, which are then stopped."""
+        remaining = Counter(version for version, _ in self._running.values())
+        ready, free = Counter(version for version, _ in self._ready.values()), self.groups_per_batch
+        for version in sorted(ready):  # the batch takes the oldest
+            remaining[version] += max(0, ready[version] - free)
+            free -= min(free, ready[version])
+        late = sum(n for version, n in remaining.items() if self._is_late(v, version))
+        due = lambda end: sum(n for one, n in remaining.items() if one <= end and not self._is_late(v, one))
+        return late <= self.oversample and all(
+            due(v - self.eta + k) <= k * self.groups_per_batch + self.oversample for k in range(1, self.eta)
         )
 
-    def _remaining(self, left: Sequence[int]) -> dict[int, int]:
-        """{prompt: version} of the running groups and the finished ones `left`."""
-        return {prompt: version for prompt, (version, _) in self._running.items()} | {
-            prompt: self._ready[prompt][0] for prompt in left
-        }
+    def _is_late(self, v: int, version: int) -> bool:
+        """Whether no batch after v can take a group of this version."""
+        return version <= v - self.eta or v + 1 == self.batches
 
     def _late(self, v: int, left: Sequence[int]) -> list[int]:
-        """The prompts of remaining groups that no batch after v can take."""
-        remaining = self._remaining(left)
-        return [prompt for prompt in sorted(remaining) if remaining[prompt] <= v - self.eta or v + 1 == self.batches]
+        """The prompts of the running groups and the finished ones `left` that no batch after v can take."""
+        running = (prompt for prompt, (version, _) in self._running.items() if self._is_late(v, version))
+        return sorted([*running, *(prompt for prompt in left if self._is_late(v, self._ready[prompt][0]))])
 
     def _stop(self, prompts: Sequence[int]) -> None:
         """Stops these groups and defers their prompts until there is a batch of them."""
@@ -486,7 +491,7 @@ class Executor:
 
 def _length(samples: Sequence[Sample]) -> float:
     """The mean number of sampled tokens per episode of a group."""
-    return sum(int(s.mask.sum()) for s in samples) / len({s.rollout for s in samples})
+    return sum(np.count_nonzero(s.mask) for s in samples) / len({s.rollout for s in samples})
 
 
 def _undistorted(generate, tokens, *images, **sampling):
