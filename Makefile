@@ -399,10 +399,10 @@ test-wheel: $(dev) ## build the wheel, and test the installed copy from another 
 .PHONY: test-hosts
 test-hosts: export XLA_FLAGS += $(fast)
 test-hosts: export AREAX_HOSTS := 1
-test-hosts: $(dev) ## test jobs over several hosts, as network namespaces that lose power or are cut off (root, iproute2), 13 minutes
+test-hosts: $(dev) ## test jobs over several hosts, as network namespaces that lose power or are cut off (root, iproute2), 11 minutes
 	@[ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] && command -v ip nsenter unshare > /dev/null || { echo "make: test-hosts" \
 	  "needs root, /dev/net/tun, iproute2 and util-linux (Debian: apt install iproute2 util-linux)" >&2; exit 2; }
-	$(py) -m pytest -q tests/hosts
+	$(py) -m pytest -q -n 2 --dist loadfile tests/hosts
 
 .PHONY: bench
 bench: $(dev) bench-env ## benchmark against transformers, TRL and tunix on equal models and work; writes benchmarks/results.json
