@@ -181,6 +181,8 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
                 environs=[devices.showing(ids) for ids in places],
             )
         )  # fmt: skip
+        for server in fleet.servers:
+            fleet.warn_of_another_model(server)
         reward = await enter(
             rewards.pool(
                 config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s,

@@ -185,6 +185,10 @@ def test_servers_of_other_kinds_get_what_training_needs():
             "both say which server, got kind vllm; leave out one",
         ),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
+        (
+            "--servers 1 --server.command x'{port} -- train grpo --model m",
+            '--server.command must be words as a shell reads them, got "x\'{port}" (no closing quotation)',
+        ),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train r.py", "at most --slurm.gpus-per-node 4, got 8"),
         (f"--processes {10**8} -- train sft", "--processes must be at most 10000, got 100000000"),
         ("--on slurm --servers 10001 -- train sft", "--servers must be at most 10000, got 10001"),
@@ -215,12 +219,19 @@ def test_servers_of_other_kinds_get_what_training_needs():
         ("--processes 2 -- serve m --dtype int3", "areax serve: invalid choice 'int3' for argument '--dtype'"),
         (f"--processes 2 --devices {10**8} -- train sft", "--devices must be at most 1024, got 100000000"),
         ("--on ray --ray.address 127.0.0.1:1 -- train r.py", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
+        ("--on ray --ray.address auto -- train r.py", "--ray.address must be the address of a cluster, as 10."),
     ],
 )
 def test_impossible_options_give_a_one_line_error(words, told, capsys):
     assert cli.main(["launch", *words.split()]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
+
+
+def test_a_ray_cluster_of_the_environment_that_is_gone_is_named_at_once(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert cli.main(["launch", "--on", "ray", "--", "train", "r.py"]) == 2
+    assert "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1 (" in capsys.readouterr().err
 
 
 def test_options_of_the_command_are_known_by_all_their_names(capsys):

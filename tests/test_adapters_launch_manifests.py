@@ -4,6 +4,7 @@ The environment is what the cluster would set; addresses stand for the hostnames
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -138,7 +139,8 @@ class Pods:
         for source in container.get("envFrom", []):
             own |= self.secrets[source["secretRef"]["name"]]
         words = expanded(container["command"], own)
-        for name, instead in self.named.items():
+        memory = {"/dev/shm/areax": str(self.folder / f"shm-{index}")}  # each pod has its own
+        for name, instead in (self.named | memory).items():
             words = [word.replace(name, instead) for word in words]
         environ = environment(self.folder) | own
         log = open(self.folder / f"{container['name']}-{index}.log", "w")  # noqa: SIM115 - closed with the process
@@ -402,6 +404,31 @@ def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
     first = yaml.safe_load(path.read_text().partition("---\n")[0])["stringData"]
     assert cli.main(words) == 0
     assert first != yaml.safe_load(path.read_text().partition("---\n")[0])["stringData"]
+
+
+@pytest.mark.parametrize("on", ["slurm --slurm.script", "skypilot --skypilot.file"])
+def test_a_file_is_replaced_when_the_new_one_is_complete_and_a_device_stays(on, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "job"
+    path.write_text("old")
+    path.chmod(0o644)
+    words = ["launch", "--on", *on.split(), str(path), "--", "train", "r.py", "--out", "\udcff"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left", str(path)))
+        )
+        assert cli.main(words) == 2
+    assert f"{path}: No space left" in capsys.readouterr().err
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["job"]
+    assert cli.main(words) == 0 and stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["job"]
+    assert capsys.readouterr().out.startswith(f"wrote {path}; ")
+    path.unlink()
+    os.mkfifo(path)  # as /dev/stdout may be one
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert cli.main(words) == 0 and stat.S_ISFIFO(path.stat().st_mode)
+        assert b"areax" in os.read(reader, 1 << 16) and capsys.readouterr().out == ""
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize(

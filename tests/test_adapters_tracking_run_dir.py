@@ -2,7 +2,9 @@ import dataclasses
 import errno
 import json
 import math
+import os
 import resource
+import stat
 import threading
 from pathlib import Path
 
@@ -201,3 +203,16 @@ def test_json_files_are_written_atomically(tmp_path):
     with pytest.raises(ValueError, match="values must be text, numbers, lists, mappings or dataclasses, got <object"):
         run_dir.write_json(path, {"a": 1, "b": object()})
     assert json.loads(path.read_text()) == want and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    """As `areax report --out /dev/stdout`, which may be a pipe."""
+    path = tmp_path / "out"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        run_dir.write_text(path, "text")
+        assert os.read(reader, 99) == b"text" and stat.S_ISFIFO(path.stat().st_mode)
+    finally:
+        os.close(reader)
+    assert os.listdir(tmp_path) == ["out"]

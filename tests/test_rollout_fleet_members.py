@@ -9,6 +9,7 @@ import sys
 
 import aiohttp
 import pytest
+import staging
 import tiny
 from scripted import V0, V1, V2, check, run, serving, states, until
 
@@ -17,6 +18,7 @@ from areax.rollout.errors import ServerError
 from areax.rollout.fleet import members
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.processes import joining, keys
+from areax.rollout.weights import file_server
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +112,46 @@ def test_a_run_starts_once_the_first_listed_server_answers(tmp_path, caplog):
     async def connected(entry):
         async with client.connect([entry], ready_s=0.2) as fleet:
             return urls(fleet)
+
+    run(main)
+
+
+@pytest.mark.slow
+def test_a_stager_that_has_moved_is_used_where_it_is_now(tmp_path, monkeypatch):
+    monkeypatch.setenv(file_server.KEY, staging.KEY)
+    file = tmp_path / "servers"
+
+    async def main():
+        async with serving() as a:
+            with staging.process(tmp_path / "one") as (one, own), staging.process(tmp_path / "two") as (two, _):
+                file.write_text(f"{a.url} {one}\n")
+                async with client.connect([f"@{file}"]) as fleet:
+                    own.kill()
+                    file.write_text(f"{a.url} {two}/\n")
+                    await until(lambda: fleet.servers and fleet.servers[0].stager.url == two)
+                    (tmp_path / "trainer").mkdir()
+                    version = staging.published(tmp_path / "trainer", 1, b"weights")
+                    assert (await push_weights(fleet, version.directory, version.label)).loaded == (a.url,)
+                    assert fleet.counts["joined"] == fleet.counts["left"] == 1
+
+    run(main)
+
+
+def test_servers_that_are_gone_hold_up_no_other(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(members, "AT_A_TIME", 1)
+    file = tmp_path / "servers"
+
+    async def main():
+        async with serving() as a, serving() as b:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                gone = [f"http://127.0.0.1:{free.getsockname()[1]}/{i}" for i in range(50)]
+                file.write_text("\n".join([*gone, a.url]))
+                async with client.connect([f"@{file}"]) as fleet:
+                    assert urls(fleet) == [a.url]
+                    file.write_text("\n".join([*gone, a.url, b.url]))
+                    await until(lambda: len(fleet.servers) == 2)
+                    assert f"{gone[49]}: cannot connect ([Errno 111] " in caplog.text
 
     run(main)
 
@@ -393,6 +435,22 @@ def test_a_server_without_seeds_or_with_other_weights_is_named_and_gets_no_work(
                 await push_weights(fleet, tmp_path, V1)
                 await until(lambda: len(fleet.servers) == 2 and states(fleet) == ["healthy"] * 2)
                 assert (other.label, unseeded.label) == (V1, V0)
+
+    run(main)
+
+
+def test_a_server_of_another_model_is_named_where_nothing_is_pushed(tmp_path, caplog):
+    file = tmp_path / "servers"
+
+    async def main():
+        async with serving("default") as a, serving("default") as b, serving("default") as c:
+            a.source, b.source, c.source = "/models/small/", "/elsewhere/small", "/models/large"
+            listing(file, a)
+            async with client.connect([f"@{file}"]) as fleet:
+                listing(file, a, b, c)
+                await until(lambda: len(fleet.servers) == 3)
+                [said] = [line for line in caplog.messages if "different ones" in line]
+                assert said.startswith(f"{c.url}: serves 'large', the first server 'small'; unless")
 
     run(main)
 

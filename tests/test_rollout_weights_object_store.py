@@ -183,6 +183,10 @@ def test_a_bucket_belongs_to_one_run(place, weights):
                     async with object_store.opened(url, other, keep=False):
                         pass
         await object_store.check_owner(url, "ff")  # it is free again
+        (place / "bucket/run").write_text("\x1b[2J\n" * 99)
+        with pytest.raises(ValueError, match=r"versions of another run \(\\x1b\[2J\\n.{60,80}, this one is ff\)"):
+            await object_store.check_owner(url, "ff")
+        (place / "bucket/run").unlink()
         (place / "bucket/notes.txt").write_text("mine")
         with pytest.raises(ValueError, match="must be empty or of the same run, got other objects; name another"):
             await object_store.check_owner(url, RUN)
@@ -262,9 +266,23 @@ def test_a_stager_of_a_bucket_fetches_from_nowhere_else(place, weights):
     "url, words",
     [
         ("nope://a/b", "--bucket nope://a/b: Protocol not known: nope"),
-        ("folder", "--bucket: must be a folder of an object store, such as s3://BUCKET/PREFIX, got 'folder'"),
+        ("folder", "--bucket: must be a folder of an object store, such as s3://BUCKET/PREFIX, .*got 'folder'"),
         ("simplecache::s3://a/b", "--bucket: must be a folder of an object store"),
         ("s3://me:secret@a/b", "--bucket: an address must have no user, password or query"),
+        *(
+            (url, r"--bucket: must be a folder of an object store, such as s3://BUCKET/PREFIX, without \* \[ \] and")
+            for url in (
+                "s3://a/run*",
+                "s3://a/run[1]",
+                "s3://a/b\n",
+                " s3://a/b",
+                "S3://a/b",
+                "c://a/b",
+                "memory://a/b",
+            )
+        ),
+        ("ftp://127.0.0.1:1/b", "--bucket ftp://127.0.0.1:1/b: .*Connection refused"),
+        ("reference://a", "--bucket reference://a: .*missing 1 required positional argument"),
     ],
 )
 def test_addresses_of_buckets(url, words):

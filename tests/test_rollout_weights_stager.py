@@ -309,6 +309,18 @@ def test_a_stager_that_is_told_to_end_leaves_no_versions(tmp_path, number):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_has_one_stager_at_a_time(tmp_path):
+    with process(tmp_path / "root") as (_, first):
+        with process(tmp_path / "root") as (at, second):
+            assert at is None and second.wait(20) == 2
+            assert "another stager has its versions in" in second.stderr.read()
+        first.kill()
+        first.wait(20)
+        with process(tmp_path / "root") as (at, _):
+            assert at
+    assert not (tmp_path / "root").exists()
+
+
 @pytest.mark.slow
 def test_a_fleet_pushes_to_servers_that_do_not_see_our_files(place, weights, monkeypatch):
     monkeypatch.setenv(file_server.KEY, KEY)
@@ -405,7 +417,7 @@ def test_invalid_addresses_and_options(place):
         assert url  # no key is needed on loopback
     for arguments, words in (
         (["--root", str(place / "x"), "--host", "0.0.0.0"], "can be reached from other machines"),
-        (["--root", "/proc/none"], "cannot create"),
+        (["--root", "/proc/none"], "cannot write to"),
         (["--root", str(place / "x"), "--port", "99999"], "port must be from 0"),
     ):
         environment = {name: value for name, value in os.environ.items() if name != file_server.KEY}

@@ -485,6 +485,9 @@ def test_options_that_a_workflow_does_not_take_are_refused(file):
         async with bind(name, tokenizer=TOKENS, reward=right, sampling=SAMPLING, **how):
             raise AssertionError("it was taken")
 
+    for name, told in (("exec:a 'b", r"got \"a 'b\" \(no closing quotation\)"), ("exec: ", "a command, got nothing")):
+        with pytest.raises(ValueError, match=told):
+            resolve.check(name, {})
     with pytest.raises(ValueError, match="--workflow-options: exec:true takes nothing, got turns"):
         asyncio.run(main("exec:true", options={"turns": 1}))
     with pytest.raises(ValueError, match="which --workflow .*plain is not, got --agent.rows interactions"):

@@ -213,6 +213,13 @@ class Config:
                 "areax launch: another server takes no options of `areax serve`, got "
                 f"{' '.join(lost).replace('--', '--server.')}; set --server.devices, and others by --server.command"
             )
+        try:
+            shlex.split(self.server.command)
+        except ValueError as error:
+            raise ValueError(
+                f"areax launch: --server.command must be words as a shell reads them, got {self.server.command!r} "
+                f"({str(error).lower()})"
+            ) from error
         if "{port}" not in (self.server.command or "{port}"):
             raise ValueError(
                 f"areax launch: --server.command must contain {{port}}, got {self.server.command!r}; {{host}} and "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...rollout.processes import keys
-from . import job
+from . import job, spelling
 from .config import Config, at, folder, joined, new_keys, option, server_words, staged, stager_words, training_words
 from .host import GRACE_S, PYTHON, Gone, Host
 from .job import Part
@@ -51,13 +52,14 @@ def launch(config: Config, command: list[str]) -> int:
         import ray
     except ImportError as error:
         raise ValueError("areax launch: --on ray needs Ray, got no installation; pip install 'areax[ray]'") from error
-    address = config.ray.address
+    address, variable = config.ray.address, os.environ.get("RAY_ADDRESS", "")
+    spelling.check("ray.address", address, spelling.ADDRESS)
     try:
-        if address:  # fail fast: Ray would retry for minutes
-            Head(address).reach()
+        if re.fullmatch(spelling.ADDRESS[0], known := address or variable):  # fail fast: Ray would retry for minutes
+            Head(known).reach()
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:
-        where = f"--ray.address {address}" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}"
+    except (OSError, OverflowError, ValueError) as error:  # a port that is none overflows
+        where = f"--ray.address {address}" if address else f"RAY_ADDRESS={variable}"
         raise ValueError(f"areax launch: no Ray cluster answers at {where} ({error})") from error
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Ray's handler exits with 15
     head = Head(ray.get_runtime_context().gcs_address)

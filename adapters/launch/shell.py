@@ -90,7 +90,8 @@ def dump(documents: list[dict[str, Any]], head: str) -> str:
 
 
 def write(written: str, file: str, then: str) -> int:
-    """Prints a text, or writes it to a file that only its owner can read, as it may hold keys.
+    """Prints a text, or writes it to a file that only its owner can read, as it may hold keys. What was there stays
+    until the new file is complete; what is no file, such as /dev/stdout, is written to.
 
     Args:
       then: the command to use the file with, to be printed.
@@ -98,10 +99,18 @@ def write(written: str, file: str, then: str) -> int:
     if not file:
         print(written, end="")
         return 0
-    path = Path(file)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
-        out.write(written)
+    path, data = Path(file), written.encode(errors="surrogateescape")  # bytes of names that are not Unicode
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return 0
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     print(f"wrote {path}; review it, then run: {then} {shlex.quote(str(path))}")
     return 0
 

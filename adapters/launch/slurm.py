@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 
 from ...rollout.processes import keys
 from . import shell, spelling
@@ -33,14 +32,7 @@ GRACE_S = 120  # signal sent before the time limit: enough for a step and a chec
 
 def write(config: Config, command: list[str]) -> int:
     """Prints the script, or writes it to `config.slurm.script`."""
-    text = script(config, command)
-    if not config.slurm.script:
-        print(text, end="")
-        return 0
-    path = Path(config.slurm.script)
-    path.write_text(text)
-    print(f"wrote {path}; review it, then run: sbatch {shlex.quote(str(path))}")
-    return 0
+    return shell.write(script(config, command), config.slurm.script, "sbatch")
 
 
 def script(config: Config, command: list[str]) -> str:

@@ -25,6 +25,8 @@ TIME = (
     r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED|INFINITE",
     "minutes, hours:minutes:seconds or days-hours, as 30, 4:00:00 or 1-12",
 )
+# Ray
+ADDRESS = r"([\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", "the address of a cluster, as 10.0.0.1:6379"
 # SkyPilot
 ACCELERATORS = r"[A-Za-z][A-Za-z0-9._-]*(:[1-9][0-9]{0,3})?", "NAME:COUNT, as H100:8"
 BUCKET = (  # SkyPilot would refuse another one only when the job has a machine

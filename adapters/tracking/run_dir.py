@@ -93,7 +93,10 @@ def write_json(path, value) -> None:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically."""
+    """Writes a file atomically; what is no file, such as /dev/stdout, is written to and stays."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)

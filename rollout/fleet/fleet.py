@@ -16,6 +16,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,11 @@ Restart = Callable[[str, Published | None], Awaitable[str]]
 def labels_of(weights: Published | None) -> tuple[str, ...]:
     """The labels of a version and of its base."""
     return tuple(version.label for version in (weights, weights and weights.base) if version)
+
+
+def model_of(server: Server) -> str:
+    """The name of the folder that a server last loaded weights from; "" = it does not say."""
+    return PurePath(server.reported.source).name if server.reported else ""
 
 
 class Fleet:
@@ -130,6 +136,7 @@ class Fleet:
         self._reach, self._elastic = reach, elastic
         self._first = self.servers[0].label if self.servers else ""  # weights before the first push
         self._healthy: tuple[Server, ...] | None = None
+        self._model = model_of(self.servers[0]) if self.servers else ""
         self._recent = prefix_routing.Recent[Server]()
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
@@ -627,10 +634,21 @@ class Fleet:
             )
         if not self.published and server.label != self._first:
             raise ServerError(f"join: {url} has weights {server.label!r}, the others {self._first!r}")
+        if not self.published:
+            self.warn_of_another_model(server)
         self.servers.append(server)
         self._any_seeded |= server.seeded
         self.counts["joined"] += 1
         self.fail(server, "stale", f"{url}: joined")
+
+    def warn_of_another_model(self, server: Server) -> None:
+        """Says that a server that nothing was pushed to may have other weights than the first one, by the name of their
+        folder: labels of checkpoints are all the same."""
+        if (own := model_of(server)) and self._model and own != self._model:
+            log.warning(
+                "%s: serves %r, the first server %r; unless these are the same model, answers are of different ones",
+                server.url, own, self._model,
+            )  # fmt: skip
 
     async def leave(self, url: str, *, patience_s: float = 600.0) -> None:
         """Removes the server at `url` once its requests have finished; after `patience_s` they move to other servers.

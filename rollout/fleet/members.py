@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from ..errors import ServerError
 from ..processes import addresses
 from ..processes.addresses import identity
+from ..processes.printable import one_line
 from ..servers.server import Server
 from .fleet import Fleet
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 2.0  # between reads of a list
 LONGEST = 1 << 20  # characters of a file
+CONNECT_S = 3.0  # for a listed server to accept a connection
+PORTS = {"http": 80, "https": 443}
 AT_A_TIME = 32  # servers that are connected to
 SHOWN = 3  # servers in a line
 SAID_S = 30.0  # between lines that say the same
@@ -174,7 +177,20 @@ async def first(
 
 async def _reached(reach: Callable[[str, str], Awaitable[Server]], member: Member, slots: asyncio.Semaphore) -> Server:
     async with slots:
+        await _accepts(member.url)
         return await reach(*member)
+
+
+async def _accepts(url: str) -> None:
+    """Raises ServerError unless a server accepts a connection: none that is gone may hold up those behind it, which
+    `reach` would ask again for as long as a server may take to start. Lists are read again anyway."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port or PORTS[parts.scheme])
+    except (OSError, UnicodeError) as error:  # TimeoutError is one; a name may be none of IDNA
+        raise ServerError(f"{url}: cannot connect ({one_line(error) or f'no answer in {CONNECT_S:g} s'})") from error
+    writer.close()
 
 
 async def follow(fleet: Fleet, lists: Lists, fixed: Collection[str]) -> None:
@@ -183,18 +199,21 @@ async def follow(fleet: Fleet, lists: Lists, fixed: Collection[str]) -> None:
     Args:
       fixed: addresses that stay whatever the lists say.
     """
-    moving: dict[str, asyncio.Task] = {}
+    moving: dict[tuple[str, str], asyncio.Task] = {}
     slots, stay = asyncio.Semaphore(AT_A_TIME), {*map(identity, fixed)}
+    name_of = lambda url, stager: (identity(url), stager and identity(stager))
     try:
         while True:
             await asyncio.sleep(EVERY_S)
-            members = {identity(member.url): member for member in await lists.read()}
-            here = {identity(server.url): server.url for server in fleet.servers}
+            members = {name_of(*member): member for member in await lists.read()}
+            here = {name_of(server.url, server.stager.url if server.stager else ""): server for server in fleet.servers}
             moving = {name: task for name, task in moving.items() if not task.done()}
             for name in members.keys() - here.keys() - moving.keys():
-                moving[name] = asyncio.create_task(_join(fleet, members[name], lists, slots))
-            for name in here.keys() - members.keys() - stay - moving.keys():
-                moving[name] = asyncio.create_task(fleet.leave(here[name]))
+                if name[0] not in {url for url, _ in here}:  # else it first leaves, as its stager is another now
+                    moving[name] = asyncio.create_task(_join(fleet, members[name], lists, slots))
+            for name in here.keys() - members.keys() - moving.keys():
+                if name[0] not in stay:
+                    moving[name] = asyncio.create_task(fleet.leave(here[name].url))
             if not fleet.healthy and (fleet.waiting or fleet.waiting_push):
                 what = " and a push" * fleet.waiting_push
                 why = "; ".join(server.why for server in fleet.servers[:SHOWN]) or "none is listed"
@@ -208,6 +227,7 @@ async def follow(fleet: Fleet, lists: Lists, fixed: Collection[str]) -> None:
 async def _join(fleet: Fleet, member: Member, lists: Lists, slots: asyncio.Semaphore) -> None:
     try:
         async with slots:
+            await _accepts(member.url)
             await fleet.join(member.url, stager=member.stager)
     except (ValueError, ServerError) as error:  # it is tried again while it is listed
         lists.say(member.url, str(error))

@@ -21,6 +21,9 @@ from .vllm import VLLM
 class Stager(Protocol):
     """Brings a version to where a server can read it (`file_server.Stager`)."""
 
+    @property
+    def url(self) -> str: ...
+
     async def check(self, *, timeout_s: float) -> None: ...
 
     async def stage(self, weights: Published) -> Staged: ...

@@ -83,7 +83,7 @@ async def fetch_version(
             listing = await persistently(source.url, lambda: source.listing(held, base))
             files = checked(listing, label)
             made = await _from_delta(source, listing.get("delta"), root / base, part, files, report) if base else set()
-            same = set(listing.get("same") or ()) if held else set()
+            same = listing.get("same") if held and isinstance(listing.get("same"), list) else []
             for name in files.keys() - made:
                 if name not in same or not await asyncio.to_thread(_linked, root / held, part, name, files[name]):
                     await fetch_file(source, name, part / name, files[name], report)
@@ -177,6 +177,8 @@ async def persistently(url: str, once: Callable[[], Awaitable[Result]], progress
         except PASSING as error:
             now = progress()
             failed, before = (0, now) if now > before else (failed + 1, before)
+            if failed == 1:  # a store that does not answer at all takes minutes
+                log.warning("%s: failed and is tried again: %s", url, one_line(error) or type(error).__name__)
             if failed == ATTEMPTS:
                 raise ServerError(
                     f"{url}: {ATTEMPTS} attempts in a row without progress; the last: {type(error).__name__}: "

@@ -175,6 +175,10 @@ class Stager:
     def __init__(self, url: str, http: aiohttp.ClientSession, source: FileServer | Uploads):
         self._there, self._source = Endpoint(url, http, key_variable=KEY), source
 
+    @property
+    def url(self) -> str:
+        return self._there.url
+
     def at(self, url: str) -> Stager:
         """A client of the stager at another address, which fetches from the same source."""
         return Stager(url, self._there.http, self._source)

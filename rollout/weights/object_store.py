@@ -16,6 +16,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from pathlib import Path
@@ -26,7 +27,7 @@ import fsspec
 from ..errors import ServerError
 from ..processes import folders, keys
 from ..processes.http_answers import Failed
-from ..processes.printable import one_line
+from ..processes.printable import one_line, printable
 from ..servers.labels import version_of
 from ..servers.types import Published
 from . import listing, store
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 OPTION = "--push.bucket"
+ADDRESS = re.compile(r"(?!memory:)[a-z][a-z0-9+.-]+://[^*[\]]+")  # each process has a memory of its own
 LISTING = "listing.json"
 MOST = 64 * 2**20  # bytes of a listing
 RANGE = 8 << 20  # bytes of a request
@@ -48,10 +50,16 @@ class Missing(ValueError):
 
 
 def check_url(url: str, what: str) -> None:
-    """Raises ValueError unless `url` is the address of a folder in an object store, without secrets."""
+    """Raises ValueError unless `url` is the address of a folder in an object store, without secrets.
+
+    fsspec takes * and [ for patterns: to remove a version would remove those of other folders, too.
+    """
     keys.check_address(url, what)
-    if not all(url.partition("://")) or "::" in url:
-        raise ValueError(f"{what}: must be a folder of an object store, such as s3://BUCKET/PREFIX, got {url!r:.200}")
+    if not ADDRESS.fullmatch(url) or "::" in url or not url.isprintable() or url != url.strip():
+        raise ValueError(
+            f"{what}: must be a folder of an object store, such as s3://BUCKET/PREFIX, without * [ ] and control "
+            f"characters, got {url!r:.200}"
+        )
 
 
 class Bucket:
@@ -65,7 +73,7 @@ class Bucket:
         self.url, self._what = url.rstrip("/"), what
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:  # its words name what to install
+        except Exception as error:  # the packages for fsspec raise classes of their own; some name what to install
             raise ValueError(f"{what} {url}: {one_line(error)}") from error
         if hasattr(self._fs, "auto_mkdir"):  # of this machine's files; object stores have no folders
             self._fs.auto_mkdir = True
@@ -217,8 +225,8 @@ async def check_owner(url: str, run: str) -> None:
         )
     if owner not in ("", run):
         raise ValueError(
-            f"{OPTION} {url}: holds versions of another run ({owner:.80}, this one is {run or 'new'}); name another "
-            "prefix, or empty it"
+            f"{OPTION} {url}: holds versions of another run ({printable(owner):.80}, this one is {run or 'new'}); name "
+            "another prefix, or empty it"
         )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..processes import http_process, keys
+from ..processes import folders, http_process, keys
 from ..servers.labels import version_of
 from . import fetch, http_source
 from .object_store import Bucket, BucketSource
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 KEY = keys.STAGER
+LOCK = ".stager"  # in the root: locked while a stager uses it
 BODY = 64 * 2**10  # bytes
 WAITING = 16  # requests at a time; more get a 503
 
@@ -67,7 +68,8 @@ def app(root: Path, *, key: str | None = None, bucket: Bucket | None = None) -> 
                 return JSONResponse(await fetch.fetch_version(root, label, found, speeds))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise HTTPException(507, f"{root}: {'the disk is full' if full else error}") from error
+            why = "the disk is full; it needs room for three versions" if full else error
+            raise HTTPException(507, f"{root}: {why}") from error
         except RuntimeError as error:
             raise HTTPException(502, str(error)) from error
         finally:
@@ -112,8 +114,8 @@ def _asked(asked: dict[str, Any], bucket: Bucket | None) -> tuple[str, str, str]
 def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, bucket: str = "", key: str | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then removes its versions; prints a line with its URL first once it is ready.
 
-    Raises ValueError if the folder, the address or the bucket is not available, or if other machines can reach it and
-    there is no key.
+    Raises ValueError if the folder, the address or the bucket is not available, if another stager has the folder, or if
+    other machines can reach it and there is no key.
     """
     source = Bucket(bucket, "--bucket") if bucket else None
     if source:
@@ -121,18 +123,23 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, bucket: str 
     folder = Path(root).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        held = folders.lock(folder / LOCK)
     except OSError as error:
-        raise ValueError(f"stager: cannot create {folder} ({error})") from error
-    with http_process.bind_guarded(host, port, key=key, variable=KEY, what="stager") as sock:
-        http_process.serve(
-            app(folder, key=key, bucket=source),
-            sock,
-            f"{http_process.address(sock.getsockname())} stages versions in {folder}",
-        )
-    with contextlib.suppress(OSError):  # whoever started it has removed the folder, or it holds something else
-        for version in (*fetch.kept(folder), *folder.glob(".*.part")):
-            shutil.rmtree(version, ignore_errors=True)
-        folder.rmdir()
+        raise ValueError(f"stager: cannot write to {folder} ({error})") from error
+    if held is None:  # each would remove what the other fetches
+        raise ValueError(f"stager: another stager has its versions in {folder}; give each a --root of its own")
+    with held:
+        with http_process.bind_guarded(host, port, key=key, variable=KEY, what="stager") as sock:
+            http_process.serve(
+                app(folder, key=key, bucket=source),
+                sock,
+                f"{http_process.address(sock.getsockname())} stages versions in {folder}",
+            )
+        with contextlib.suppress(OSError):  # whoever started it has removed the folder, or it holds something else
+            for version in (*fetch.kept(folder), *folder.glob(".*.part")):
+                shutil.rmtree(version, ignore_errors=True)
+            (folder / LOCK).unlink()
+            folder.rmdir()
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from ..processes import folders
+from ..processes.printable import printable
 from ..servers.labels import MANIFEST, read_label, version_of
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ def check_owner(root: Path, run: str) -> None:
     found = owner.read_text(encoding="utf-8", errors="replace").strip() if owner.is_file() else ""
     if found and found != run:
         raise ValueError(
-            f"{root}: holds versions of another run ({found}, this one is {run or 'new'}); name another folder, or "
-            "empty it"
+            f"{root}: holds versions of another run ({printable(found):.80}, this one is {run or 'new'}); name another "
+            "folder, or empty it"
         )
 
 

@@ -219,6 +219,17 @@ def session_variables(base_url: str, api_key: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def split(words: str) -> list[str]:
+    """The words of a command, as a shell reads them. Raises ValueError if there is none, or its quotes do not end."""
+    try:
+        found = shlex.split(words)
+    except ValueError as error:
+        raise ValueError(f"exec: must be words as a shell reads them, got {words!r} ({str(error).lower()})") from error
+    if not found:
+        raise ValueError("exec: must be followed by a command, got nothing")
+    return found
+
+
 def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[Any]]:
     """Wraps a program as an agent. It gets the row as JSON on standard input, images as data URLs; address and key in
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. If the last line it prints is a JSON
@@ -229,11 +240,9 @@ def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[An
       names: environment variables that it gets too, besides `environment.PASSED`.
 
     Raises:
-      ValueError: there is no command, or a variable in `names` is not set.
+      ValueError: as `split`, or a variable in `names` is not set.
     """
-    arguments = shlex.split(words)
-    if not arguments:
-        raise ValueError("exec: must be followed by a command, got nothing")
+    arguments = split(words)
     environ = passed(names, "--agent.environment")
 
     async def run(row: Mapping[str, Any], *, base_url: str, api_key: str, session_id: str = "", **_: Any) -> Any:

@@ -163,6 +163,8 @@ def find(name: str) -> Any:
     Raises:
       ValueError: it cannot be loaded, or is not a workflow.
     """
+    if name.startswith(COMMAND):
+        agents.split(name.removeprefix(COMMAND))
     if name == ONLINE or name.startswith(COMMAND):
         return None
     try:
