@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,7 +60,7 @@ CHECKED = 1 << 16  # numbers checked at a time: each takes memory besides
 def write(
     directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *,
     apart: Mapping[str, np.ndarray] = MappingProxyType({}), like: tuple[Path, Mapping[str, dict]] | None = None,
-    shard_bytes: int = SHARD,
+    shard_bytes: int = SHARD, parts: int = 1, others: Callable[[], Mapping[str, dict]] = dict,
 ) -> dict[str, dict]:  # fmt: skip
     """Writes tensors to an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
 
@@ -71,6 +72,8 @@ def write(
       apart: views of `read` that go to files of their own, the last; the memory that reading one takes is released.
       like: (directory, its manifest's entries) that was written with the same tensors `apart`: their files become hard
         links to its files, if the disk has those.
+      parts: in how many the tensors are split (`layout`); `arrays` are then those of the first alone.
+      others: called once these are written; returns the manifest's entries of the tensors of the other parts.
 
     Returns:
       {name: {"dtype", "shape", "xxh3_128"}}: the manifest's entries.
@@ -80,27 +83,48 @@ def write(
         behind, but not the current file.
     """
     directory = Path(directory)
-    shards = _shards({name: describe(name, spec) for name, spec in specs.items()}, shard_bytes)
-    own = len(shards)
-    shards += _shards({name: describe(name, x) for name, x in apart.items()}, shard_bytes) if apart else []
-    n = len(shards)
-    files = [FILE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    files = layout(specs, apart, shard_bytes, parts)
     described: dict[str, dict] = {}
     source = iter(arrays)
-    for file, entries in zip(files[:own], shards, strict=False):
+    for file, entries in files[0].items():
         described |= write_file(directory / file, entries, source)
-    for file, entries in zip(files[own:], shards[own:], strict=True):
+    for file, entries in files[-1].items():
         linked = _link(directory / file, entries, *like) if like else None
         described |= linked or write_file(directory / file, entries, _streamed(apart[name] for name in entries))
     if next(source, None) is not None:
         raise ValueError(f"{directory}: must get as many arrays as specs, {len(specs)}, got more")
-    if len(files) > 1:
+    described |= others()
+    names = [*specs, *apart]
+    if FILE not in files[0]:
+        places = {name: file for part in files for file, entries in part.items() for name in entries}
         index = {
-            "metadata": {"total_size": sum(size(entry) for entries in shards for entry in entries.values())},
-            "weight_map": {name: file for file, entries in zip(files, shards, strict=True) for name in entries},
+            "metadata": {"total_size": sum(size(described[name]) for name in names)},
+            "weight_map": {name: places[name] for name in names},
         }
         write_bytes(directory / INDEX, json.dumps(index, indent=2).encode())
-    return described
+    return {name: described[name] for name in names}
+
+
+def layout(
+    specs: Mapping[str, Any], apart: Mapping[str, Any] = MappingProxyType({}), shard_bytes: int = SHARD, parts: int = 1
+) -> list[dict[str, dict[str, dict]]]:
+    """The files of tensors, {file: {name: its `describe` entry}}, of each part (`split`); last, those of `apart`."""
+    described = [{name: describe(name, spec) for name, spec in some.items()} for some in (specs, apart)]
+    shards = [_shards(part, shard_bytes) for part in split(described[0], parts)]
+    shards.append(_shards(described[1], shard_bytes) if apart else [])
+    n, number = sum(map(len, shards)), itertools.count(1)
+    file = lambda: FILE if n == 1 else f"model-{next(number):05}-of-{n:05}.safetensors"
+    return [{file(): entries for entries in part} for part in shards]
+
+
+def split(entries: Mapping[str, dict], parts: int) -> list[dict[str, dict]]:
+    """Splits `describe` entries into parts of about as many bytes: the largest tensor first, each to the part that has
+    the fewest so far. The same for the same entries, which keep their order."""
+    loads, places = [0] * parts, {}
+    for name in sorted(entries, key=lambda name: size(entries[name]), reverse=True):
+        places[name] = loads.index(min(loads))
+        loads[places[name]] += size(entries[name])
+    return [{name: entry for name, entry in entries.items() if places[name] == i} for i in range(parts)]
 
 
 def read(path: str | os.PathLike) -> dict[str, np.ndarray]:

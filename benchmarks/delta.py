@@ -1,6 +1,7 @@
 """Transferring weights to a server on another machine: delta vs full transfer, from the trainer or by a bucket.
 
     python benchmarks/delta.py [--gb 1] [--changed 0.03] [--link 125] [--bucket] [--write]
+    python benchmarks/delta.py --hosts 2 [--servers 2] [--gb 1] [--changed 0.03] [--link 125]
 
 A file server has two versions of a bf16 model, in which 3 % of the weights differ by one unit in the last place. A
 stager process fetches the second version, in turns with the first version present and with nothing, through a proxy
@@ -12,6 +13,9 @@ stores it as case `delta` of results.json.
 --bucket measures further ways: an adapter of rank 16 from the trainer, and both by a bucket, to which the trainer
 uploads the version, and its delta, over another such link. It needs s3fs, and moto for a server with S3's API
 (tests/environments/sandboxes.txt); of that server, which is in Python, --link 12.5 leaves the link the slowest part.
+
+--hosts measures something else: as many servers as --servers fetch the second version at the same time from a trainer
+of one host, and of so many, each of which has a part of it and a link of its own.
 """
 
 import argparse
@@ -39,8 +43,8 @@ BURST_S = 0.05
 BUCKET = "s3://models/versions"
 
 
-def versions(root: Path, gb: float, changed: float) -> list:
-    """Writes two published versions."""
+def versions(root: Path, gb: float, changed: float, hosts: int = 1) -> list[list]:
+    """Writes two published versions; of each the part that each host has."""
     from areax.adapters import safetensors
     from areax.rollout.servers.labels import read_label
     from areax.rollout.servers.types import Published
@@ -51,12 +55,20 @@ def versions(root: Path, gb: float, changed: float) -> list:
     tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
     made = []
     for v in range(2):
-        path = root / str(v)
-        path.mkdir()
-        described = safetensors.write(path, tensors, tensors.values())
-        (path / "manifest.json").write_text(json.dumps({"version": v, "tensors": described}))
-        (path / "config.json").write_text("{}")
-        made.append(Published(str(path), read_label(path / "manifest.json")))
+        first, *others = paths = [root / f"{v}-{i}" for i in range(hosts)]
+        for path in paths:
+            path.mkdir()
+        parts = safetensors.layout(tensors, parts=hosts)[:-1]
+        own = [tensors[name] for entries in parts[0].values() for name in entries]
+        rest = {}
+        for path, part in zip(others, parts[1:], strict=True):
+            for file, entries in part.items():
+                rest |= safetensors.write_file(path / file, entries, [tensors[name] for name in entries])
+        described = safetensors.write(first, tensors, own, parts=hosts, others=lambda rest=rest: rest)
+        (first / "manifest.json").write_text(json.dumps({"version": v, "tensors": described}))
+        (first / "config.json").write_text("{}")
+        label = read_label(first / "manifest.json")
+        made.append([Published(str(path), label) for path in paths])
         for x in tensors.values():
             bits = x.view(np.uint16)
             bits += (rng.random(bits.shape, np.float32) < changed) * rng.choice(np.array([1, 65535], np.uint16))
@@ -64,8 +76,12 @@ def versions(root: Path, gb: float, changed: float) -> list:
 
 
 @contextlib.asynccontextmanager
-async def link(url: str, mb_s: float):
-    """Yields the address of a proxy to `url`; all connections share its bandwidth, which each direction has."""
+async def link(url: str, mb_s: float, sent: list[int] | None = None):
+    """Yields the address of a proxy to `url`; all connections share its bandwidth, which each direction has.
+
+    Args:
+      sent: the sizes of the answers are appended to it, piece by piece.
+    """
     host, port = url.removeprefix("http://").rsplit(":", 1)
     free_at = [0.0, 0.0]  # of a direction
 
@@ -76,6 +92,8 @@ async def link(url: str, mb_s: float):
                 free_at[way] = max(free_at[way], time.perf_counter() - BURST_S) + len(piece) / (mb_s * 1e6)
                 await asyncio.sleep(max(0.0, free_at[way] - time.perf_counter()))
                 writer.write(piece)
+                if way and sent is not None:
+                    sent.append(len(piece))
                 await writer.drain()
         writer.close()
 
@@ -129,7 +147,7 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float, with_bucke
     from areax.rollout.weights import file_server
 
     (root / "trainer").mkdir()
-    first, second = versions(root / "trainer", gb, changed)
+    [first], [second] = versions(root / "trainer", gb, changed)
     small = adapter(root / "trainer", gb)
     own = root / "server"
     command = [sys.executable, "-m", "areax.rollout.weights.stager", "--port", "0", "--root", str(own)]
@@ -151,7 +169,7 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float, with_bucke
                 told = await uploads.offered(weights)
             else:
                 here.offer(weights)
-                told = {"source": source, "source_key": here.key}
+                told = {"sources": [source], "source_key": here.key}
             offered_s = time.perf_counter() - begun
             body = {"label": weights.label, **told}
             async with http.post(f"{stager}/stage", json=body, timeout=aiohttp.ClientTimeout(3600)) as reply:
@@ -196,6 +214,60 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float, with_bucke
     }
 
 
+async def measure_hosts(root: Path, gb: float, changed: float, mb_s: float, hosts: int, servers: int) -> dict:
+    """{way: {"seconds", "seconds_all", "mb"}}, the last a list of what leaves each host."""
+    import aiohttp
+
+    from areax.rollout.weights import file_server
+
+    (root / "trainer").mkdir()
+    first, second = versions(root / "trainer", gb, changed, hosts)
+    command = [sys.executable, "-m", "areax.rollout.weights.stager", "--port", "0", "--root"]
+    found: dict[str, list] = {"all": [], "delta": []}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(3600)) as http, contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        trainers = [await enter(file_server.serve("127.0.0.1", key="key")) for _ in range(hosts)]
+        sent: list[list[int]] = [[] for _ in trainers]
+        urls = [await enter(link(one.url, mb_s, own)) for one, own in zip(trainers, sent, strict=True)]
+
+        async def stage(stager: str, version: list) -> None:
+            for one, part in zip(trainers, version, strict=True):
+                one.offer(part)
+            body = {"label": version[0].label, "sources": urls, "source_key": "key"}
+            async with http.post(f"{stager}/stage", json=body) as reply:
+                assert reply.status == 200, await reply.text()
+
+        for turn in range(1 + TURNS):  # the first is warm-up
+            for name in found:
+                with contextlib.ExitStack() as running:
+                    stagers = []
+                    for i in range(servers):
+                        shutil.rmtree(root / f"server-{i}", ignore_errors=True)
+                        own = subprocess.Popen([*command, str(root / f"server-{i}")], stdout=subprocess.PIPE, text=True)
+                        running.enter_context(own)
+                        running.callback(own.kill)
+                        stagers.append((await asyncio.to_thread(own.stdout.readline)).split()[0])
+                    if name == "delta":
+                        await asyncio.gather(*(stage(stager, first) for stager in stagers))
+                    for one, own in zip(trainers, sent, strict=True):
+                        one._listings.clear()
+                        one._deltas.clear()
+                        own.clear()
+                    files.touch_memory(int(1.5e9 * gb * servers))
+                    begun = time.perf_counter()
+                    await asyncio.gather(*(stage(stager, second) for stager in stagers))
+                    if turn:
+                        found[name].append((time.perf_counter() - begun, [sum(own) / 1e6 for own in sent]))
+    return {
+        name: {
+            "seconds": statistics.median(seconds for seconds, _ in many),
+            "seconds_all": [round(seconds, 2) for seconds, _ in many],
+            "mb": [round(mb, 1) for mb in many[-1][1]],
+        }
+        for name, many in found.items()
+    }
+
+
 def main() -> None:
     from areax.rollout.weights import store
 
@@ -204,8 +276,18 @@ def main() -> None:
     parser.add_argument("--changed", type=float, default=0.03)
     parser.add_argument("--link", type=float, default=125.0)
     parser.add_argument("--bucket", action="store_true")
+    parser.add_argument("--hosts", type=int, default=0)
+    parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    if given.hosts:
+        for hosts in (1, given.hosts):
+            with tempfile.TemporaryDirectory(dir=store.choose_root(int(given.gb * 1e9))) as folder:
+                work = measure_hosts(Path(folder), given.gb, given.changed, given.link, hosts, given.servers)
+                for name, one in asyncio.run(work).items():
+                    took = f"{one['seconds']:.2f} s {one['seconds_all']}"
+                    print(f"{name}, {hosts} hosts to {given.servers} servers: {took}, MB sent by each: {one['mb']}")
+        return
     with tempfile.TemporaryDirectory(dir=store.choose_root(int(given.gb * 1e9))) as folder:
         found = asyncio.run(measure(Path(folder), given.gb, given.changed, given.link, given.bucket))
     ours, theirs = found["delta"], found["all"]

@@ -34,6 +34,7 @@ from areax.recipes.shared import (
     ending,
     environments,
     evaluation,
+    in_parts,
     journals,
     learner,
     many_rows,
@@ -153,6 +154,7 @@ def main(config: Config, rows: Any = None) -> dict:
         with (
             common.run_directory(config.out, config.serving.published) as run,
             orbax.open_store(out / "state") as store,
+            contextlib.ExitStack() as stack,
         ):
             own = config.training
             frozen = bool(own.lora.rank) or own.objective.needs_reference or own.vision == "frozen"
@@ -160,7 +162,7 @@ def main(config: Config, rows: Any = None) -> dict:
             trainer = build_trainer(config)
             with resume.restoring(config):
                 cursor = restore(trainer, store)
-            work = collective(config, trainer, store, tokens)
+            work = collective(config, trainer, store, tokens, stack)
             if index > 0:
                 lockstep.worker_loop(work)
                 return {}
@@ -248,9 +250,15 @@ def build_trainer(config: Config) -> Trainer:
     )  # fmt: skip
 
 
-def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> dict[str, Callable]:
+def collective(
+    config: Config, trainer: Trainer, store: orbax.Store, tokens, stack: contextlib.ExitStack
+) -> dict[str, Callable]:
     """{name: function} of what all processes of the job call together, because it moves data between devices. An engine
-    in this process waits meanwhile, if both have several."""
+    in this process waits meanwhile, if both have several.
+
+    Args:
+      stack: as `in_parts.work`.
+    """
     policy, out = trainer.policy, Path(config.out)
     dtype = publishing.dtype(config.serving, config.training.run)
     work: dict[str, Callable] = {
@@ -263,6 +271,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
         ),
         "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
         "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
+        **in_parts.work(policy, config.serving.stagers, dtype, stack),
     }
     return {name: turns.during(trainer.mesh, fn) for name, fn in work.items()}
 
@@ -308,8 +317,8 @@ async def train(
                     config.serving.servers, sync.path, serve,
                     log=Path(config.out) / "server.log", longest=config.training.length,
                     concurrency=config.rollout.max_concurrent * config.rollout.group_size,
-                    stagers=config.serving.stagers, bucket=sync.bucket, handover=sync.handover, first=sync.first,
-                    timeout_s=config.serving.completion_timeout_s,
+                    stagers=config.serving.stagers, source=sync.bucket or sync.parts, handover=sync.handover,
+                    first=sync.first, timeout_s=config.serving.completion_timeout_s,
                     experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
                     image_token=processor.token if processor else None,
                     ends=ends, vocabulary=trainer.policy.settings.vocab,

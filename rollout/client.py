@@ -19,12 +19,11 @@ from .fleet.timeouts import TIMEOUTS
 from .fleet.timeouts import Timeouts as Timeouts
 from .processes import addresses, http_process, keys
 from .servers.endpoint import Endpoint, Missing
-from .servers.server import Handover, Server
+from .servers.server import Handover, Origin, Server
 from .servers.server import connect as connect_server
 
 if TYPE_CHECKING:
-    from .weights.file_server import FileServer, Stager
-    from .weights.object_store import Uploads
+    from .weights.file_server import Stager
 
 
 @contextlib.asynccontextmanager
@@ -37,7 +36,7 @@ async def connect(
     key_variable: str = keys.SERVER,
     restart: Restart | None = None,
     stagers: Sequence[str] = (),
-    bucket: Uploads | None = None,
+    source: Origin | None = None,
     handover: Handover | None = None,
     timeouts: Timeouts = TIMEOUTS,
     experts_per_token: int = 0,
@@ -60,7 +59,8 @@ async def connect(
       restart: replaces a dead server's process; without it, a dead server is only waited for.
       stagers: for servers without access to the trainer's files, the addresses of their stagers (stager.py), in the
         same order. AREAX_STAGER_KEY must be the same here and there.
-      bucket: where stagers fetch versions from (`object_store.opened`); None = a file server of this process.
+      source: where stagers fetch versions from: a bucket (`object_store.opened`), or several processes (`parts.Parts`);
+        None = a file server of this process.
       handover: passes the arrays of a push to the servers (`tensors.handover`), which then read files only to recover
         from a failure.
       timeouts: how failures are detected and recovered from.
@@ -98,7 +98,7 @@ async def connect(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        staging = Staging(http, stack, bucket)
+        staging = Staging(http, stack, source)
 
         async def reach(url: str, stager: str, ready_s: float) -> Server:
             server = await connect_server(
@@ -135,11 +135,11 @@ async def connect(
 
 
 class Staging:
-    """Connections to stagers; without a bucket, the file server that they fetch from starts with the first."""
+    """Connections to stagers; without a source, the file server that they fetch from starts with the first."""
 
-    def __init__(self, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack, bucket: Uploads | None):
+    def __init__(self, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack, source: Origin | None):
         self._http, self._stack, self._starting = http, stack, asyncio.Lock()
-        self._source: FileServer | Uploads | None = bucket
+        self._source: Origin | None = source
 
     async def at(self, url: str, *, ready_s: float) -> Stager:
         """The stager at an address; raises as `connect`."""

@@ -179,7 +179,7 @@ def gateway(key: str, session: str) -> list[Route]:
 
 def stager(url: str) -> list[Route]:
     """The server itself stands for a file server: it has no version."""
-    body = {"label": "1-00000000", "source": url, "source_key": "s"}
+    body = {"label": "1-00000000", "sources": [url], "source_key": "s"}
     headers = {"authorization": "Bearer k"}
     return [Route("POST", "/stage", body, headers), Route("GET", "/versions", {}, headers), Route("GET", "/health")]
 
@@ -187,7 +187,7 @@ def stager(url: str) -> list[Route]:
 def files(key: str, label: str) -> list[Route]:
     headers = {"authorization": f"Bearer {key}"}
     paths = [f"/{label}", f"/{label}/model.safetensors", f"/{label}?base={label}", "/1-00000000", f"/{label}/x"]
-    return [Route("GET", path, {}, headers) for path in paths]
+    return [*(Route("GET", path, {}, headers) for path in paths), Route("POST", "/parts/1-00000000", {}, headers)]
 
 
 def sandbox(url: str) -> list[Route]:

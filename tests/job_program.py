@@ -1,8 +1,11 @@
 """What the processes of test_parallel_multihost_processes.py run: python job_program.py FUNCTION ARGUMENTS."""
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import PIL.Image
+import scripted
 
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
@@ -19,9 +23,11 @@ from areax.models import lora
 from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import agreement, lockstep, processes
 from areax.recipes import grpo, preference
-from areax.recipes.shared import common, learner, score_head, trainer
+from areax.recipes.shared import common, learner, publishing, score_head, trainer
+from areax.rollout import client
 from areax.rollout.servers import answers
 from areax.rollout.types import Completion, sampled
+from areax.rollout.weights import http_source
 
 # Adam that is gradient descent: steps compare as gradients do.
 PLAIN = optim.Optimizer(lr=1e4, b1=0.0, b2=0.0, eps=1e5)
@@ -76,6 +82,53 @@ def grpo_steps(model: str, layout: str, out: str, beside: str = "reference") -> 
         reports = [trainer.train_on_batch(learning, groups(i), run) for i in range(3)]
         run_on_all("write")
     return [{k: v for k, v in report.items() if isinstance(v, float)} for report in reports]
+
+
+def push_in_parts(model: str, stager: str, folder: str, most: str = "0") -> list[dict] | None:
+    """Two versions to a server with a stager; of each its label, the bytes that were fetched, and the files that each
+    process serves. Whole ones are written to `folder`, too. Process 1 cannot write files of more than `most` bytes."""
+    config = replaced(
+        grpo.Config(model, data="", reward=""), steps=2, length=32, rows=4, out=folder, mesh=mesh.Layout(fsdp=2),
+        servers=("http://127.0.0.1:1",), stagers=(stager,),
+    )  # fmt: skip
+    learning, tokens = grpo.build_trainer(config), tokenizer.load(model)
+
+    def nudge(v: int) -> None:
+        state = learning.policy.state
+        params = jax.tree.map(lambda x: x * (1 + v * 1e-6), state.params)
+        learning.policy.state = dataclasses.replace(state, params=params)
+
+    def limit() -> None:
+        if jax.process_index() == 1 and int(most):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(most),) * 2)
+
+    with orbax.open_store(f"{folder}/state") as store, contextlib.ExitStack() as stack:
+        work = grpo.collective(config, learning, store, tokens, stack) | {"nudge": nudge, "limit": limit}
+        if jax.process_index() > 0:
+            lockstep.worker_loop(work)
+            return None
+        with lockstep.leader(work) as run_on_all:
+            run_on_all("limit")
+            return asyncio.run(_pushed(config, learning, run_on_all, tokens))
+
+
+async def _pushed(config: grpo.Config, learning, run_on_all, tokens) -> list[dict]:
+    made, serving = [], config.serving
+    async with (
+        scripted.serving() as server,
+        publishing.opened(config.model, serving, learning.policy, run_on_all, tokens, "run", 0, None) as sync,
+        client.connect([server.url], stagers=serving.stagers, source=sync.parts) as fleet,
+    ):
+        for v in range(2):
+            run_on_all("nudge", v)
+            await publishing.prepare_push(sync, fleet, (), v)()
+            run_on_all("publish", Path(config.out), v)
+            told = await sync.parts.offered(fleet.published)
+            async with http_source.session(told["source_key"]) as http:
+                urls = [f"{url}/{fleet.published.label}" for url in told["sources"]]
+                served = [(await http_source.asked(http, "GET", url))["files"] for url in urls]
+            made.append({"label": server.label, "path": server.source, "served": served})
+    return made
 
 
 def filled(model: str, layout: str):

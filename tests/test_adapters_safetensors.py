@@ -81,6 +81,42 @@ def test_shards_are_named_and_indexed_as_hugging_face_does_it(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+@given(some.lists(some.integers(0, 50), max_size=30), some.integers(1, 6))
+def test_parts_are_balanced_and_complete(sizes, parts):
+    entries = {f"w{i}": {"dtype": "U8", "shape": [n]} for i, n in enumerate(sizes)}
+    found = files.split(entries, parts)
+    assert found == files.split(dict(entries), parts) and len(found) == parts
+    assert {name: entry for part in found for name, entry in part.items()} == entries
+    assert sum(map(len, found)) == len(entries)
+    assert all([*part] == [name for name in entries if name in part] for part in found)
+    loads = [sum(entry["shape"][0] for entry in part.values()) for part in found]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("shard_bytes", [80, 10**9])
+def test_parts_written_apart_are_the_checkpoint(tmp_path, shard_bytes):
+    tensors, rest = some_tensors(), {"tower.w": np.ones((3, 3), np.float32)}
+    whole, parted = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parted.mkdir()
+    wanted = files.write(whole, tensors, tensors.values(), apart=rest)
+    layout = files.layout(tensors, rest, shard_bytes, 3)
+    own = [[tensors[name] for entries in part.values() for name in entries] for part in layout[:-1]]
+
+    def others():
+        entries = {}
+        for part, arrays in zip(layout[1:-1], own[1:], strict=True):
+            source = iter(arrays)
+            for file, described in part.items():
+                entries |= files.write_file(parted / file, described, source)
+        return entries
+
+    got = files.write(parted, tensors, own[0], apart=rest, shard_bytes=shard_bytes, parts=3, others=others)
+    assert json.dumps(got) == json.dumps(wanted)  # in this order, too
+    a, b = files.read(parted), files.read(whole)
+    assert a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
 def test_tensors_are_fetched_one_at_a_time(tmp_path):
     tensors = some_tensors()
     written = []

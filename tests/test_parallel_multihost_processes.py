@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -23,6 +24,7 @@ from areax.adapters.tracking import run_dir
 from areax.core import losses
 from areax.parallel.multihost import agreement, liveness, lockstep, meeting, processes
 from areax.recipes import sft
+from areax.rollout.servers.labels import read_label
 from areax.rollout.tasks import arithmetic
 
 PROGRAM = str(Path(job_program.__file__))
@@ -206,6 +208,40 @@ def test_grpo_end_to_end(place):
 
 
 @pytest.mark.mesh
+@pytest.mark.mesh
+def test_versions_are_served_in_parts_and_arrive_as_one_process_writes_them(place):
+    folder = place / "parts"
+    with servers.stager(place / "staged") as at:
+        made = result(jobs.run([PROGRAM, "push_in_parts", str(place / "model"), at, str(folder)], 2, folder / "logs"))
+        for v, one in enumerate(made):
+            staged, whole = Path(one["path"]), folder / str(v)
+            assert staged.name == one["label"] == read_label(whole / "manifest.json")
+            tensors, wanted = safetensors.read(staged), safetensors.read(whole)
+            assert [*tensors] == [*wanted] and all(tensors[k].tobytes() == wanted[k].tobytes() for k in wanted)
+            others = {path.name for path in whole.iterdir()} - {"model.safetensors"}
+            assert all((staged / name).read_bytes() == (whole / name).read_bytes() for name in others)
+            first, second = one["served"]
+            assert {*first} == others | {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+            assert {*second} == {"model-00002-of-00002.safetensors"} == {p.name for p in staged.iterdir()} - {*first}
+            sizes = [part[f"model-0000{i}-of-00002.safetensors"]["bytes"] for i, part in enumerate(one["served"], 1)]
+            assert max(sizes) < 0.55 * sum(sizes)
+    assert made[0]["label"] != made[1]["label"]
+
+
+@pytest.mark.mesh
+def test_a_process_that_cannot_write_its_part_ends_the_run_by_its_name(place):
+    folder = place / "no-room"
+    command = [PROGRAM, "push_in_parts", str(place / "model"), "http://127.0.0.1:1", str(folder), "20000"]
+    with servers.stager(place / "nothing-staged") as at:
+        running = jobs.start([[*command[:3], at, *command[4:]]] * 2, folder / "logs")
+        try:
+            assert [process.wait(200) for process in running] == [3, 2]
+        finally:
+            jobs.end(running)
+    line = r"process 1 of 2 \(pid \d+ on \S+\) ended: OSError: .*File too large: '.*/model-00002-of-00002"
+    assert re.search(line, (folder / "logs/0.log").read_text().splitlines()[-1])
+
+
 def test_states_need_a_folder_that_all_processes_see(place):
     logs = place / "apart"
     running = jobs.start([[PROGRAM, "open_apart", str(logs)]] * 2, logs)

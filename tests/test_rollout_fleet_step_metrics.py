@@ -38,8 +38,7 @@ def played(tmp_path_factory):
     path = tmp_path_factory.mktemp("figures")
     folder = path / "version"
     folder.mkdir()
-    (folder / "weights").write_bytes(b"x" * 1000)
-    (folder / "manifest").write_bytes(b"y" * 24)
+    (folder / "manifest.json").write_text('{"bytes": 1024}')
     lengths = np.random.default_rng(3).integers(5, 200, 10_000).tolist()
     told, ends = [], []
 

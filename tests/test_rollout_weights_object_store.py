@@ -44,7 +44,7 @@ def at(place):
 
 def fetched(place, label, folder="server"):
     """What `fetch_version` reports of a version in the bucket."""
-    return fetch.fetch_version(place / folder, label, BucketSource(Bucket(at(place), "--bucket"), label))
+    return fetch.fetch_version(place / folder, label, [BucketSource(Bucket(at(place), "--bucket"), label)])
 
 
 def objects(place):
@@ -60,7 +60,7 @@ def test_versions_arrive_intact_and_later_ones_as_deltas(place, weights):
             for v, data in enumerate(weights):
                 one = published(place / "trainer", v, data, tower=tower)
                 told = await asyncio.gather(*(bucket.offered(one) for _ in range(3)))
-                assert told == [{"source": at(place), "source_key": ""}] * 3
+                assert told == [{"sources": [at(place)], "source_key": ""}] * 3
                 said.append(await fetched(place, one.label))
                 assert contents(said[-1]["path"]) == contents(one.directory)
             assert [one["delta"] for one in said] == [False, True, True, False]  # a delta of the last would not pay
@@ -227,7 +227,7 @@ def test_a_fleet_pushes_by_a_bucket_alone(place, weights, monkeypatch):
     async def main():
         async with object_store.opened(at(place), RUN, keep=False) as bucket, serving(V0) as a, serving(V0) as b:
             with process(place / "a", *more) as (first, _), process(place / "b", *more) as (second, own):
-                async with client.connect([a.url, b.url], stagers=[first, second], bucket=bucket) as fleet:
+                async with client.connect([a.url, b.url], stagers=[first, second], source=bucket) as fleet:
                     for v in (1, 2):
                         one = published(place / "trainer", v, weights[v])
                         report = await push_weights(fleet, one.directory, one.label)
@@ -254,7 +254,7 @@ def test_a_stager_of_a_bucket_fetches_from_nowhere_else(place, weights):
                     (f"file://{place}", "the source must be file://"),
                     (at(place), "there is no such version"),
                 ):
-                    body = {"label": "1-00000000", "source": source, "source_key": ""}
+                    body = {"label": "1-00000000", "sources": [source], "source_key": ""}
                     async with http.post(f"{url}/stage", json=body) as reply:
                         error = (await reply.json())["error"]["message"]
                         assert reply.status == 400 and re.search(words, error)

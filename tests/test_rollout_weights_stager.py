@@ -26,8 +26,9 @@ from areax.rollout.weights import fetch, file_server, http_source, listing
 
 async def fetched(root, label, url, key, speeds=None):
     """What `fetch_version` reports of a version of a file server."""
-    async with http_source.opened(url, key, label) as source:
-        return await fetch.fetch_version(root, label, source, speeds)
+    async with http_source.session(key) as http:
+        source = http_source.HTTPSource(http, f"{url}/{label}")
+        return await fetch.fetch_version(root, label, [source], speeds)
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ def test_answers_of_the_file_server_are_verified(place, weights):
             here.offer(Published(one.directory, "1-00000000"))
             with pytest.raises(RuntimeError, match="1-00000000 is the name of another manifest"):
                 await ask(here, "1-00000000")
-            with pytest.raises(RuntimeError, match="must name files without folders"):
+            with pytest.raises(RuntimeError, match="must name files once, without folders"):
                 await ask(here, one.label, good | {"../x": good["config.json"]})
             with pytest.raises(RuntimeError, match="is malformed"):
                 await ask(here, one.label, {"config.json": good["config.json"]})
@@ -363,14 +364,15 @@ def test_a_stager_refuses_wrong_keys_and_malformed_requests(place, monkeypatch):
     async def main():
         with process(place / "server") as (url, _):
             async with aiohttp.ClientSession() as http:
-                ask = {"label": "1-00000000", "source": "http://127.0.0.1:1", "source_key": "k"}
+                ask = {"label": "1-00000000", "sources": ["http://127.0.0.1:1"], "source_key": "k"}
                 right = {"Authorization": f"Bearer {KEY}"}
                 for body, headers, status, words in (
                     (ask, {"Authorization": "Bearer wrong"}, 401, "AREAX_STAGER_KEY"),
                     (ask, {}, 401, "AREAX_STAGER_KEY"),
                     (ask | {"label": "../../etc"}, right, 400, "a label must be"),
-                    (ask | {"source": "file:///etc/passwd"}, right, 400, "the source must be"),
-                    (ask | {"source": "s3://bucket/prefix"}, right, 400, "for a bucket start it with --bucket"),
+                    (ask | {"sources": [*ask["sources"], "file:///etc/passwd"]}, right, 400, "the source must be"),
+                    (ask | {"sources": []}, right, 400, "the body must be an object with label, sources"),
+                    (ask | {"sources": ["s3://bucket/prefix"]}, right, 400, "for a bucket start it with --bucket"),
                     ({}, right, 400, "the body must be an object"),
                     ([], right, 400, "the body must be a JSON object"),
                 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from ..runtime import passed
 from ..runtime.atomic_dir import replacing
 from .config_files import json_bytes, read_json, save_dtype, tokenizer_in, with_ends, with_named_ends, written_config
 from .manifests import is_checkpoint, manifest_of
-from .tensors import to_tensors
+from .tensors import Part, to_tensors
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -28,7 +29,7 @@ FURTHER_TEMPLATES = "additional_chat_templates"  # a folder with those of a toke
 def save(
     path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None,
     like: str | os.PathLike | None = None, shard_bytes: int = safetensors.SHARD,
-    fused_experts: bool = False,
+    fused_experts: bool = False, others: Callable[[], Mapping[str, dict]] = dict,
 ) -> Path:  # fmt: skip
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
 
@@ -41,7 +42,8 @@ def save(
     tokens of the config, of `base`'s generation_config.json, and of the tokenizer (`with_ends`).
 
     Args:
-      params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written.
+      params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written. Or the `host_part`
+        of process 0, whose tensors alone are written, beside the index and the manifest of all.
       dtype: dtype of the tensors; None = that of the checkpoint the model came from, else of the parameters.
       base: a checkpoint directory from which tokenizer and generation settings are copied, and the tensors of
         `config.rest` if the one that they were in is gone.
@@ -52,6 +54,7 @@ def save(
       shard_bytes: as `safetensors.write`.
       fused_experts: writes the experts of a layer as `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj`
         [E, D, F], where the family has a tensor for each expert; transformers 5 and `load` read both.
+      others: of a part: returns what `write_part` returned in the other processes, as soon as it has.
 
     If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
     writes; the others return before the directory exists.
@@ -63,15 +66,16 @@ def save(
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
     dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
-    specs, arrays = to_tensors(config, params, dtype, fused_experts)
+    part = params if isinstance(params, Part) else Part(*to_tensors(config, params, dtype, fused_experts), dtype)
     if jax.process_index() > 0:
-        for _ in arrays:
+        for _ in part.arrays:
             pass
         return Path(path)
     with replacing(path, is_checkpoint) as directory:
         described = safetensors.write(
-            directory, specs, arrays, apart=rest, like=_written(like) if rest else None, shard_bytes=shard_bytes
-        )
+            directory, part.specs, part.arrays, apart=rest, like=_written(like) if rest else None,
+            shard_bytes=shard_bytes, parts=part.count, others=others,
+        )  # fmt: skip
         passed.copy_files(config, base, directory)
         generation: dict = {}
         if base is not None:
@@ -103,12 +107,24 @@ def manifest(config, params, dtype=None, version: int | None = None) -> dict:
 
 
 def write_published(
-    root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None, like=None
-) -> Path:
+    root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None, like=None,
+    others: Callable[[], Mapping[str, dict]] = dict,
+) -> Path:  # fmt: skip
     """`save` to `root/{version}`, as a version of a policy."""
     if version < 0:
         raise ValueError(f"write_published: version must be at least 0, got {version}")
-    return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version, like)
+    return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version, like, others=others)
+
+
+def write_part(path: str | os.PathLike, config, part: Part) -> dict[str, dict]:
+    """Writes this process's `host_part` to the directory `path`, atomically; returns its entries of the manifest, which
+    `save` in process 0 needs."""
+    files, arrays = safetensors.layout(part.specs, passed.tensors(config), parts=part.count), iter(part.arrays)
+    described: dict[str, dict] = {}
+    with replacing(path, is_checkpoint) as directory:
+        for file, entries in files[jax.process_index()].items():
+            described |= safetensors.write_file(directory / file, entries, arrays)
+    return described
 
 
 def _written(like: str | os.PathLike | None) -> tuple[Path, dict] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -39,6 +40,36 @@ def copied(table: param.Table, params, dtype):
         return host
 
     return param.tree_map(copy, table, params)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors to write: all of a model's, or the part that a process has of them.
+
+    Attributes:
+      specs: shape and dtype of all by checkpoint key, in the order of `to_tensors`.
+      arrays: those of this part, in that order.
+      dtype: in which they are written.
+      count: parts that there are.
+    """
+
+    specs: Mapping[str, jax.ShapeDtypeStruct]
+    arrays: Iterable[np.ndarray]
+    dtype: np.dtype
+    count: int = 1
+
+
+def host_part(config, params, dtype=None) -> Part:
+    """Copies this process's part (`safetensors.split`) of what `host_copy` copies to numpy arrays, as tensors.
+
+    All processes must call it: they gather one tensor at a time, because JAX gathers to no single one of them, and each
+    keeps its own.
+    """
+    dtype, count = save_dtype(config, params, dtype), jax.process_count()
+    specs, arrays = to_tensors(config, params, dtype)
+    entries = {name: safetensors.describe(name, spec) for name, spec in specs.items()}
+    own = safetensors.split(entries, count)[jax.process_index()]
+    return Part(specs, [np.array(x) for name, x in zip(specs, arrays, strict=True) if name in own], dtype, count)
 
 
 def to_tensors(

@@ -415,7 +415,7 @@ METRICS = {
     "prob_diff": "|trainer - sampler| probability of a token before the update",
     "prob_error": "mean of exp |trainer - sampler log-probability|: 1 = they agree",
     "prob_pearson": "correlation of the trainer's and the sampler's probabilities of tokens",
-    "push_bytes": "bytes of the pushed version's files",
+    "push_bytes": "bytes of the pushed version's tensors",
     "push_load_s": "seconds that the slowest server took to load new weights",
     "push_pause_s": "seconds that generation was paused for new weights, on the slowest server",
     "push_probe_diff": "mean difference of a server's log-probabilities on the probe prompt, nats per token",

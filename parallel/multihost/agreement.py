@@ -53,10 +53,10 @@ def same(what: str, /, **values: Any) -> None:
     differ = [i for i, other in enumerate(totals) if (other != totals[0]).any()]
     if not differ:
         return
-    first, *others = map(json.loads, _gathered(json.dumps(digests)))
+    first, *others = map(json.loads, gathered(json.dumps(digests)))
     there = others[differ[0] - 1]
     name = next(name for name in [*first, *there] if first.get(name) != there.get(name))
-    texts = _gathered(entries.get(name, "absent"))
+    texts = gathered(entries.get(name, "absent"))
     raise ValueError(
         f"processes: all need the same {what}, got different ones in process {', '.join(map(str, differ))} than in "
         f"process 0: {name} is {_apart(texts[differ[0]], texts[0])} in process {differ[0]}, "
@@ -102,7 +102,7 @@ def _apart(text: str, other: str) -> str:
     return "..." * (start > 0) + text[start : start + WIDTH] + "..." * (start + WIDTH < len(text))
 
 
-def _gathered(text: str) -> list[str]:
+def gathered(text: str) -> list[str]:
     """The texts of all processes."""
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.array(len(data)))

@@ -34,8 +34,7 @@ from areax.rollout import client
 from areax.rollout.engine import in_process, server
 from areax.rollout.processes import folders, keys, memory
 from areax.rollout.servers import local
-from areax.rollout.servers.server import Handover
-from areax.rollout.weights.object_store import Uploads
+from areax.rollout.servers.server import Handover, Origin
 
 SHARE = "0.94"  # of GPU memory for JAX: plans count on `planner.figures.USABLE` of it
 TOKEN = 40  # bytes of a token in a batch's arrays
@@ -371,7 +370,7 @@ async def fleet(
     log: str | os.PathLike = os.devnull,
     timeout_s: float = 3600.0,
     stagers: Sequence[str] = (),
-    bucket: Uploads | None = None,
+    source: Origin | None = None,
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
     experts_per_token: int = 0,
@@ -386,7 +385,7 @@ async def fleet(
 
     Args:
       timeout_s: how long a completion may take without progress (`client.connect`).
-      bucket: where stagers fetch versions from, as `client.connect`.
+      source: where stagers fetch versions from, as `client.connect`.
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
       longest: tokens at which generation ends, as `client.connect`; says if servers take less.
@@ -405,7 +404,7 @@ async def fleet(
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = connect(urls, stagers=stagers, bucket=bucket, handover=handover, ends=ends)
+            reached = connect(urls, stagers=stagers, source=source, handover=handover, ends=ends)
         elif serve.inside:
             one = in_process.serving(os.fspath(path), serve.engine, first, dtype=serve.dtype)
             url, own = stack.enter_context(one)

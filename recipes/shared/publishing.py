@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from areax.adapters import hf, peft
 from areax.adapters.runtime import malloc, passed
 from areax.models import lora
 from areax.models.lora import Lora
-from areax.recipes.shared import learner
+from areax.recipes.shared import in_parts, learner
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import Serving
 from areax.rollout import client, loop
@@ -29,6 +29,7 @@ from areax.rollout.servers.server import Handover
 from areax.rollout.servers.types import Probe
 from areax.rollout.weights import lora as named
 from areax.rollout.weights import object_store, store, tensors
+from areax.rollout.weights.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class WeightSync:
     Attributes:
       settings: the model's config.
       options: `--push`.
-      run_on_all: calls a function in all processes of the job; of these `host_copy` and `probe`.
+      run_on_all: calls a function in all processes of the job; of these `host_copy`, `host_part` and `probe`.
       path: the checkpoint that servers start from.
       root: folder of published versions; None where nothing is written.
       write: `write(v, host)` -> the published directory.
@@ -51,6 +52,7 @@ class WeightSync:
       policy: whose weights such a server gets; None = servers get what is written.
       handover: gives servers the weights of a push without files.
       bucket: where versions are uploaded to, for stagers.
+      parts: versions are in parts, of which each process serves its own to stagers.
       dtype: of what such a server gets, as `dtype` says.
     """
 
@@ -65,6 +67,7 @@ class WeightSync:
     policy: Learner | None = None
     handover: Handover | None = None
     bucket: object_store.Uploads | None = None
+    parts: Parts | None = None
     dtype: str | None = None
 
 
@@ -85,6 +88,12 @@ async def opened(
         yield WeightSync(settings, options.push, run_on_all, Path(model), first=first, policy=policy, dtype=dtype)
         return
     adapters = await by_name(policy, options)
+    if in_parts.possible(options, adapters):
+        with folder("", policy, run, start, jax.process_count()) as root:
+            async with in_parts.opened(options, run_on_all) as parts:
+                write = writer(policy, root, tokens, None, dtype, written=(), others=parts.tensors)
+                yield WeightSync(settings, options.push, run_on_all, Path(model), root, write, parts=parts)
+        return
     with folder(options.published, policy, run, start) as root:
         path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
         write = writer(policy, root, tokens, adapters, dtype, written={path})
@@ -117,7 +126,8 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
         return functools.partial(push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe())
     root, write = sync.root, sync.write
     assert root and write
-    host, known = sync.run_on_all("host_copy", sync.adapters), probe()
+    copied = ("host_part", v, store.numbers(root)) if sync.parts else ("host_copy", sync.adapters)
+    host, known = sync.run_on_all(*copied), probe()
 
     async def push() -> None:
         directory = await store.written(lambda: write(v, host), root, lambda: fleet.labels)
@@ -159,17 +169,20 @@ def uploads(options: Serving, run: str) -> contextlib.AbstractAsyncContextManage
 
 
 @contextlib.contextmanager
-def folder(published: str, policy: Learner, run: str, start: int) -> Iterator[Path]:
+def folder(published: str, policy: Learner, run: str, start: int, parts: int = 1) -> Iterator[Path]:
     """Yields the folder for published versions, `published` or a temporary one, which is removed at the end.
 
     `published` then belongs to this run. Versions after `start` in it are removed: the run got there before it was
     killed, and will get there again with other weights.
 
+    Args:
+      parts: of a version, of which the folder has one.
+
     Raises:
       ValueError: the folder belongs to another run, or holds other files.
     """
     if not published:
-        size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy))) + passed.size(policy.written)
+        size = in_parts.size(policy) // parts + passed.size(policy.written)
         with folders.scratch(store.choose_root(size), "weights") as root:
             yield root
         return
@@ -229,14 +242,16 @@ def host_copy(policy: Learner, adapters: Lora | None, dtype: str | None):
 
 
 def writer(
-    policy: Learner, root: Path, tokens, adapters: Lora | None, dtype: str | None, written: Collection[Path]
-) -> Callable[[int, object], Path]:
+    policy: Learner, root: Path, tokens, adapters: Lora | None, dtype: str | None, written: Collection[Path],
+    others: Callable[[int], Coroutine[Any, Any, dict[str, dict]]] | None = None,
+) -> Callable[[int, object], Path]:  # fmt: skip
     """Makes `write(v, host)`, which publishes a host copy as `root/v`, replacing what is there; returns the directory.
 
     What the model does not use of its checkpoint is written once; further versions link to it.
 
     Args:
       written: directories that this process wrote already.
+      others: of versions in parts, the entries of a version's manifest that other processes know.
     """
     if adapters:
         base = (root / BASE / "0").absolute()
@@ -250,7 +265,8 @@ def writer(
 
         def write(v, host):
             like = next(filter(Path.is_dir, last), None)
-            last[:] = [hf.write_published(root, v, policy.written, host, dtype, tokenizer=tokens, like=like)]
+            rest = (lambda: asyncio.run(others(v))) if others else dict
+            last[:] = [hf.write_published(root, v, policy.written, host, dtype, None, tokens, like, rest)]
             return last[0]
 
     return lambda v, host: root / str(v) if root / str(v) in written else write(v, host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from .. import events
 from ..errors import ServerError
 from ..processes.http_answers import Unreached
-from ..servers.labels import version_of
+from ..servers.labels import MANIFEST, manifest_bytes, version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Loaded, Probe, Published
 from ..weights import load, lora
@@ -78,7 +79,7 @@ class PushReport:
         None without a probe.
       stage_s: bringing the weights to where the server reads them, while it generates.
       stage_bytes: bytes fetched for that by all servers together.
-      bytes: size of the version's files; 0 if none were written.
+      bytes: of the version's tensors, by its manifest; 0 if none were written.
       total_s: the whole push.
     """
 
@@ -180,7 +181,7 @@ async def push_weights(
         probe_diff=max((x for one in took if (x := one.loaded.probe_diff) is not None), default=None),
         stage_s=max(one.stage_s for one in took),
         stage_bytes=sum(one.stage_bytes for one in took),
-        bytes=sum(file.stat().st_size for file in path.iterdir()) if written else 0,
+        bytes=json.loads(manifest_bytes(path / MANIFEST) or b"{}").get("bytes", 0) if written else 0,
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)

@@ -31,6 +31,16 @@ class Stager(Protocol):
     def at(self, url: str) -> Stager: ...
 
 
+class Origin(Protocol):
+    """Where stagers fetch versions from: `file_server.FileServer`, `object_store.Uploads` or `parts.Parts`."""
+
+    async def offered(self, weights: Published) -> dict[str, Any]:
+        """Makes a version available; returns {"sources": addresses, "source_key"}, for stagers.
+
+        Raises ServerError or ValueError if that fails.
+        """
+
+
 # Passes a version's arrays to a server; the last argument: whether the server drops its prefix cache.
 Handover = Callable[["Server", Published, bool], Awaitable[None]]
 

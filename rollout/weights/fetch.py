@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import math
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import aiohttp
 
@@ -55,11 +56,12 @@ class Source(Protocol):
 
 
 async def fetch_version(
-    root: Path, label: str, source: Source, speeds: dict[str, float] | None = None
+    root: Path, label: str, sources: Sequence[Source], speeds: dict[str, float] | None = None
 ) -> dict[str, Any]:
     """Fetches version `label` to `root/label`, which appears by rename; files that exist already are not fetched again.
 
     Args:
+      sources: of the parts of the version, which are fetched at the same time.
       speeds: bytes of a version per second of the last fetches, by kind: "delta" or "all". Over a fast connection a
         complete version arrives sooner than its delta is made; until both are known a delta is tried.
 
@@ -80,24 +82,48 @@ async def fetch_version(
             if other != part:
                 await asyncio.to_thread(shutil.rmtree, other)
         try:
-            listing = await persistently(source.url, lambda: source.listing(held, base))
-            files = checked(listing, label)
-            made = await _from_delta(source, listing.get("delta"), root / base, part, files, report) if base else set()
-            same = listing.get("same") if held and isinstance(listing.get("same"), list) else []
-            for name in files.keys() - made:
-                if name not in same or not await asyncio.to_thread(_linked, root / held, part, name, files[name]):
-                    await fetch_file(source, name, part / name, files[name], report)
+            asked = (persistently(one.url, functools.partial(one.listing, held, base)) for one in sources)
+            listings = await _all(asked)
+            parts = checked(listings, label)
+            works = zip(sources, listings, parts, strict=True)
+            await _all(_fetch_part(*work, root / held, bool(base), part, report) for work in works)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # frees the space of the incomplete version
                 await asyncio.to_thread(shutil.rmtree, part)
             raise
         os.rename(part, root / label)
-        total = sum(entry["bytes"] for entry in files.values())
+        total = sum(entry["bytes"] for files in parts for entry in files.values())
         speeds["delta" if report["delta"] else "all"] = total / (time.monotonic() - begun)
         for old in kept(root)[:-KEEP]:
             await asyncio.to_thread(shutil.rmtree, old.rename(root / f".{old.name}.part"))
-        report["bytes"] = source.fetched
+        report["bytes"] = sum(source.fetched for source in sources)
     return report | {"seconds": time.monotonic() - begun}
+
+
+async def _all(works: Iterable[Awaitable[Result]]) -> list[Result]:
+    """The results of all, once none is running any more; raises the first error."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast(list[Result], results)
+
+
+async def _fetch_part(
+    source: Source, listing: dict, files: dict[str, dict], held: Path, deltas: bool, part: Path, report: dict[str, Any]
+) -> None:
+    """Fetches the files of a source to `part`.
+
+    Args:
+      held: the newest version here; the folder of versions if there is none.
+      deltas: whether to apply a delta to it.
+    """
+    path = part / f".{min(files, default='')}.delta"
+    made = await _from_delta(source, listing.get("delta"), held, path, files, report) if deltas else set()
+    same = listing.get("same") if isinstance(listing.get("same"), list) else ()
+    for name in files.keys() - made:
+        if name not in same or not await asyncio.to_thread(_linked, held, part, name, files[name]):
+            await fetch_file(source, name, part / name, files[name], report)
 
 
 def kept(root: Path) -> list[Path]:
@@ -143,12 +169,13 @@ def _linked(held: Path, part: Path, name: str, wanted: dict[str, Any]) -> bool:
 
 
 async def _from_delta(
-    source: Source, offered: dict | None, base: Path, part: Path, files: dict, report: dict[str, Any]
+    source: Source, offered: dict | None, base: Path, path: Path, files: dict, report: dict[str, Any]
 ) -> set[str]:
-    """Applies the offered delta; returns the files it made, none if there is no delta or a result has a wrong hash."""
+    """Fetches the offered delta to `path` and makes the files beside it; returns their names, none if there is no delta
+    or a result has a wrong hash."""
     if not offered:
         return set()
-    path = part / ".delta"
+    part = path.parent
     try:
         if Path(name := str(offered["name"])).name != name:
             raise ValueError(f"it must be a file without folders, got {name!r:.80}")

@@ -6,18 +6,24 @@
 "same" are the files that do not differ from those of `held`. A delta from `base` of the other tensors' files is offered
 if it is small enough. Every request needs `Authorization: Bearer KEY`, with a
 key that is generated for the run. Other statuses than 200 and 206 come with {"error": {"message", "code"}}.
+
+Of a version in parts (parts.py) each process of the trainer serves its own, once process 0 knows the label:
+
+    GET /parts/VERSION -> the manifest's entries of this process's tensors, as soon as they are written
+    POST /parts/LABEL -> {}; serves what this process has of that version under its label
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import hmac
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp.web
 
@@ -25,11 +31,10 @@ from ..errors import ServerError
 from ..processes import folders, http_process, keys
 from ..processes import http_limits as limits
 from ..servers.endpoint import Endpoint
+from ..servers.labels import version_of
+from ..servers.server import Origin
 from ..servers.types import Published, Staged
 from . import listing, store
-
-if TYPE_CHECKING:
-    from .object_store import Uploads
 
 KEY = keys.STAGER
 CHUNK = 8 << 20
@@ -37,12 +42,22 @@ STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, an
 
 
 @contextlib.asynccontextmanager
-async def serve(host: str, most: limits.Limits = limits.Limits()) -> AsyncIterator[FileServer]:  # noqa: B008 (frozen)
-    """Serves published versions at a free port of `host`; of `most` it has the connections and the time of a head."""
+async def serve(
+    host: str,
+    most: limits.Limits = limits.Limits(),  # noqa: B008 (frozen)
+    key: str = "",
+) -> AsyncIterator[FileServer]:
+    """Serves published versions at a free port of `host`; of `most` it has the connections and the time of a head.
+
+    Args:
+      key: that callers need; "" = a new one.
+    """
     with folders.scratch(store.choose_root(), "deltas") as folder:
-        file_server = FileServer(folder)
+        file_server = FileServer(folder, key or secrets.token_urlsafe(32))
         heads = _Heads(most)
         app = aiohttp.web.Application(middlewares=[heads.arrived, _answered])
+        app.router.add_get("/parts/{version}", file_server._part)
+        app.router.add_post("/parts/{label}", file_server._named)
         app.router.add_get("/{label}", file_server._listing)
         app.router.add_get("/{label}/{name}", file_server._file)
         runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -101,9 +116,10 @@ async def _answered(request: aiohttp.web.Request, handler: Any) -> aiohttp.web.S
 class FileServer:
     """The file server; made by `serve`. `url` is its address, `key` the key that callers need."""
 
-    def __init__(self, folder: Path):
-        self.url, self.key = "", secrets.token_urlsafe(32)
+    def __init__(self, folder: Path, key: str):
+        self.url, self.key = "", key
         self._folder = folder
+        self._parts: dict[str, asyncio.Future[tuple[Path, dict]]] = collections.defaultdict(asyncio.Future)
         self._versions: dict[str, Path] = {}  # directory by label
         self._listings: dict[str, dict[str, dict]] = {}
         self._deltas: dict[tuple[str, str], dict | None] = {}  # by label and base
@@ -119,10 +135,31 @@ class FileServer:
             if made := self._deltas.pop(pair):
                 (self._folder / made["name"]).unlink(missing_ok=True)
 
-    async def offered(self, weights: Published) -> dict[str, str]:
+    async def offered(self, weights: Published) -> dict[str, Any]:
         """Serves this version from now on; returns where stagers find it."""
         self.offer(weights)
-        return {"source": self.url, "source_key": self.key}
+        return {"sources": [self.url], "source_key": self.key}
+
+    def hold(self, version: int, directory: Path, tensors: dict[str, dict]) -> None:
+        """Has this process's part of a version: its files, and the entries of its tensors in the manifest."""
+        name = str(version)
+        self._parts[name].set_result((directory, tensors))
+        for other in self._parts.keys() - {name}:
+            del self._parts[other]
+
+    async def _part(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
+        self._check_key(request)
+        _, tensors = await asyncio.shield(self._parts[request.match_info["version"]])
+        return aiohttp.web.json_response(tensors)
+
+    async def _named(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
+        self._check_key(request)
+        label = request.match_info["label"]
+        part = self._parts.get(str(version_of(label)))
+        if not (part and part.done()):
+            raise aiohttp.web.HTTPNotFound(text=f"no part of version {label} here")
+        self.offer(Published(str(part.result()[0]), label))
+        return aiohttp.web.json_response({})
 
     async def _listing(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         label = self._allowed(request)
@@ -152,13 +189,16 @@ class FileServer:
 
     def _allowed(self, request: aiohttp.web.Request) -> str:
         """Authenticates a request and returns its label."""
-        given = request.headers.get("authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
-            raise aiohttp.web.HTTPUnauthorized(text="the key is missing or wrong")
+        self._check_key(request)
         label = request.match_info["label"]
         if label not in self._versions:
             raise aiohttp.web.HTTPNotFound(text=f"no version {label} here")
         return label
+
+    def _check_key(self, request: aiohttp.web.Request) -> None:
+        given = request.headers.get("authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            raise aiohttp.web.HTTPUnauthorized(text="the key is missing or wrong")
 
     def _same(self, label: str, other: str) -> list[str]:
         """The files of a version that do not differ from those of another one, which was listed before."""
@@ -172,7 +212,7 @@ class FileServer:
 class Stager:
     """The client of a stager, which fetches versions for a server without access to the trainer's files."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, source: FileServer | Uploads):
+    def __init__(self, url: str, http: aiohttp.ClientSession, source: Origin):
         self._there, self._source = Endpoint(url, http, key_variable=KEY), source
 
     @property

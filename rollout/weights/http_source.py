@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,26 @@ import aiohttp
 from ..processes import http_answers
 
 READ_S = 30.0  # a connection without data is closed after this
-LISTING_S = 1800.0  # for the file server to hash a version and make a delta
+LISTING_S = 1800.0  # for the file server to write or hash a version, and make a delta
 CHUNK = 1 << 20
 LISTING = 64 * 2**20  # bytes of a listing, or of an error, of a file server
 
 
-@contextlib.asynccontextmanager
-async def opened(url: str, key: str, label: str) -> AsyncIterator[HTTPSource]:
-    """Yields version `label` of the file server at `url`."""
+def session(key: str) -> aiohttp.ClientSession:
+    """A client of the file servers of a run."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=READ_S)
-    headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as http:
-        yield HTTPSource(http, f"{url}/{label}")
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}, timeout=timeout, auto_decompress=False)
+
+
+async def asked(http: aiohttp.ClientSession, method: str, url: str, **query: str) -> Any:
+    """The JSON with which a file server answers; raises as a source does."""
+    timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
+    async with http.request(method, url, params=query, timeout=timeout, allow_redirects=False) as reply:
+        text = await _agreed(url, reply)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(f"{url}: not the answer of a file server ({error})") from error
 
 
 class HTTPSource:
@@ -35,14 +41,7 @@ class HTTPSource:
         self._http, self.url, self.fetched = http, url, 0
 
     async def listing(self, held: str, base: str) -> Any:
-        timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
-        versions = {"held": held, "base": base}
-        async with self._http.get(self.url, params=versions, timeout=timeout, allow_redirects=False) as reply:
-            text = await _agreed(self.url, reply)
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RuntimeError(f"{self.url}: not the answer of a file server ({error})") from error
+        return await asked(self._http, "GET", self.url, held=held, base=base)
 
     async def append(self, name: str, path: Path, have: int, size: int) -> None:
         url = f"{self.url}/{name}"

@@ -9,6 +9,7 @@ that version's.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +65,26 @@ def make_delta(folder: Path, new: tuple[str, Path], old: tuple[str, Path], same:
     return {"name": path.name, **described(path)}
 
 
-def checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
-    """The files of a listing, after checking its format and that its manifest has the label's hash.
+def checked(listings: Sequence[Any], label: str) -> list[dict[str, dict[str, Any]]]:
+    """The files of each part's listing, after checking its format, that no two have a file, and that the manifest has
+    the label's hash.
 
     Raises RuntimeError.
     """
     try:
-        files: dict[str, dict[str, Any]] = {
-            str(name): {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])}
-            for name, entry in listing["files"].items()
-        }
-        manifest = files[MANIFEST]["xxh3_128"]
+        parts: list[dict[str, dict[str, Any]]] = [
+            {
+                str(name): {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])}
+                for name, entry in listing["files"].items()
+            }
+            for listing in listings
+        ]
+        [manifest] = (files[MANIFEST]["xxh3_128"] for files in parts if MANIFEST in files)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise RuntimeError(f"stager: the listing of {label} is malformed ({error!r})") from error
-    if not all(Path(name).name == name and not name.startswith(".") for name in files):
-        raise RuntimeError(f"stager: the listing of {label} must name files without folders, got {sorted(files)}")
+    names = [name for files in parts for name in files]
+    if len(set(names)) < len(names) or not all(Path(name).name == name and not name.startswith(".") for name in names):
+        raise RuntimeError(f"stager: the listing of {label} must name files once, without folders, got {sorted(names)}")
     if manifest[:8] != label.partition("-")[2]:
         raise RuntimeError(f"stager: {label} is the name of another manifest than the one listed, {manifest[:8]}")
-    return files
+    return parts

@@ -239,7 +239,7 @@ class Uploads:
         self._before: tuple[Published, dict[str, dict]] | None = None  # the last one and its files
         self._one_at_a_time = asyncio.Lock()
 
-    async def offered(self, weights: Published) -> dict[str, str]:
+    async def offered(self, weights: Published) -> dict[str, Any]:
         """Uploads a version unless it is there; returns where stagers find it.
 
         Raises ServerError or ValueError if that fails.
@@ -252,7 +252,7 @@ class Uploads:
             await asyncio.shield(task)
         except OSError as error:
             raise ServerError(f"{weights.directory}: {error}") from error
-        return {"source": self._bucket.url, "source_key": ""}
+        return {"sources": [self._bucket.url], "source_key": ""}
 
     async def _upload(self, weights: Published) -> None:
         label, directory, put = weights.label, Path(weights.directory), self._bucket.surely

@@ -2,11 +2,11 @@
 
     AREAX_STAGER_KEY=... python -m areax.rollout.weights.stager --host 10.0.0.7 --port 31000 --root /dev/shm/areax
 
-POST /stage {"label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version `label`
-of the file server at `source` (file_server.py) is in `path`, complete and verified (fetch.py). With `--bucket URL` the
-bucket (object_store.py) is the only source. The generation server keeps running meanwhile. The newest two versions are
-kept, until SIGTERM or SIGINT: the stager then removes all of them, because `root` is often memory that nobody else
-would free.
+POST /stage {"label", "sources", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version `label`
+of the file servers at `sources` (file_server.py), each of which has a part, is in `path`, complete and verified
+(fetch.py). With `--bucket URL` the bucket (object_store.py) is the only source. The generation server keeps running
+meanwhile. The newest two versions are kept, until SIGTERM or SIGINT: the stager then removes all of them, because
+`root` is often memory that nobody else would free.
 GET /versions -> {"versions"}: their labels. The key is sent as `Authorization: Bearer KEY`. GET /health answers anyone.
 """
 
@@ -57,14 +57,14 @@ def app(root: Path, *, key: str | None = None, bucket: Bucket | None = None) -> 
         nonlocal inside
         if not allowed(request):
             raise unauthorized
-        label, source, source_key = _asked(await limits.read_json(request, bounds), bucket)
+        label, sources, source_key = _asked(await limits.read_json(request, bounds), bucket)
         if inside >= WAITING:
             raise HTTPException(503, f"{inside} requests are waiting; try again later")
         inside += 1
-        held = BucketSource(bucket, label) if bucket else None
-        opened = contextlib.nullcontext(held) if held else http_source.opened(source, source_key, label)
         try:
-            async with one_at_a_time, opened as found:
+            async with one_at_a_time, http_source.session(source_key) as http:
+                parts = [http_source.HTTPSource(http, f"{url}/{label}") for url in sources]
+                found = [BucketSource(bucket, label)] if bucket else parts
                 return JSONResponse(await fetch.fetch_version(root, label, found, speeds))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -91,24 +91,27 @@ def app(root: Path, *, key: str | None = None, bucket: Bucket | None = None) -> 
     return limits.app(routes, bounds)
 
 
-def _asked(asked: dict[str, Any], bucket: Bucket | None) -> tuple[str, str, str]:
-    """(label, source, source key) of a request. Raises ValueError, also for another source than the bucket."""
-    fields = [asked.get(name) for name in ("label", "source", "source_key")]
-    if not all(isinstance(field, str) for field in fields):
-        raise ValueError("the body must be an object with label, source and source_key")
-    label, source, source_key = map(str, fields)
+def _asked(asked: dict[str, Any], bucket: Bucket | None) -> tuple[str, list[str], str]:
+    """(label, sources, source key) of a request. Raises ValueError, also for another source than the bucket."""
+    label, sources, source_key = asked.get("label"), asked.get("sources"), asked.get("source_key")
+    texts = [label, source_key, *(sources if isinstance(sources, list) else ())]
+    if not isinstance(sources, list) or not sources or not all(isinstance(text, str) for text in texts):
+        raise ValueError("the body must be an object with label, sources, a list of addresses, and source_key")
+    label, source_key = str(label), str(source_key)
     if len(label) > 64 or version_of(label) < 0:
         raise ValueError(f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
-    if bucket and source != bucket.url:
-        raise ValueError(f"the source must be {bucket.url}, which this stager was started with, got {source!r:.80}")
-    parts = urlsplit(source)  # raises ValueError, too
-    if not bucket and (parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0):
-        raise ValueError(
-            f"the source must be the address of a file server, got {source!r:.80}; for a bucket start it with --bucket"
-        )
+    if bucket and sources != [bucket.url]:
+        raise ValueError(f"the source must be {bucket.url}, which this stager was started with, got {sources!r:.80}")
+    for source in sources:
+        parts = urlsplit(source)  # raises ValueError, too
+        if not bucket and (parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0):
+            raise ValueError(
+                f"the source must be the address of a file server, got {source!r:.80}; for a bucket start it with "
+                "--bucket"
+            )
     if not (source_key.isascii() and source_key.isprintable()):
         raise ValueError("the source_key must be printable ASCII")
-    return label, source, source_key
+    return label, sources, source_key
 
 
 def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, bucket: str = "", key: str | None = None) -> None:

@@ -16,19 +16,21 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from ..processes import folders
 from ..processes.printable import printable
 from ..servers.labels import MANIFEST, read_label, version_of
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 OWNER = "run"  # in a folder of versions: the id of the run that they belong to, locked while it publishes
 ROOMS = 6  # retries on a full disk, after 1, 2, 4 ... seconds
 
 
-async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Collection[str]]) -> Path:
-    """Runs `write` in a thread and returns the directory it wrote; on a full disk prunes older versions and retries.
+async def written(write: Callable[[], Result], root: Path, in_use: Callable[[], Collection[str]]) -> Result:
+    """Runs `write` in a thread and returns its result; on a full disk prunes older versions and retries.
 
     Args:
       in_use: returns the labels of versions under `root` that must stay.
@@ -105,6 +107,11 @@ def owned(root: Path, run: str) -> Iterator[Path]:
         held.write(f"{run}\n")
         held.flush()
         yield root
+
+
+def numbers(root: Path) -> list[int]:
+    """The versions under `root`, complete or not."""
+    return [int(path.name) for path in root.iterdir() if path.name.isdecimal()]
 
 
 def remove_newer(root: Path, version: int) -> None:

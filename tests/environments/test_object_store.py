@@ -128,7 +128,7 @@ def test_versions_are_uploaded_once_and_reach_every_server(s3, server, place, we
             there = [await stack.enter_async_context(serving(V0)) for _ in range(3)]
             begin = lambda i: stack.enter_context(process(place / str(i), "--bucket", URL))[0]
             own = [await asyncio.to_thread(begin, i) for i in range(3)]  # they ask the proxy of this loop
-            fleet = client.connect([one.url for one in there], stagers=own, bucket=bucket)
+            fleet = client.connect([one.url for one in there], stagers=own, source=bucket)
             fleet = await stack.enter_async_context(fleet)
             for v in (1, 2, 3):
                 one = published(place / "trainer", v, weights[v - 1], tower=weights[3])
@@ -162,19 +162,19 @@ def test_a_store_that_fails_at_times(s3, server, place, weights, monkeypatch):
             await bucket.offered(two)
         source = lambda one: BucketSource(Bucket(URL, "--bucket"), one.label)
         async with between(server, monkeypatch, 503, "cut", None, "cut", 503):
-            said = await fetch.fetch_version(place / "server", one.label, source(one))
+            said = await fetch.fetch_version(place / "server", one.label, [source(one)])
             assert contents(said["path"]) == contents(one.directory) and said["bytes"] > 300_000
         async with between(server, monkeypatch, *[503] * 999):
             monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
             with pytest.raises(
                 RuntimeError, match=f"^{URL}/{two.label}/model.safetensors: 5 attempts .*Failed.*OSError"
             ):
-                await fetch.fetch_version(place / "server", two.label, source(two))
+                await fetch.fetch_version(place / "server", two.label, [source(two)])
         s3.rm(f"{URL}/{two.label}/model.safetensors")
         with pytest.raises(ValueError, match="model.safetensors: is not there .The specified key does not exist"):
             monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
             s3fs.S3FileSystem.clear_instance_cache()
-            await fetch.fetch_version(place / "server", two.label, source(two))
+            await fetch.fetch_version(place / "server", two.label, [source(two)])
 
     run(main)
 

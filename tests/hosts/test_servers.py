@@ -78,6 +78,20 @@ def test_a_host_of_the_trainer_and_that_of_the_server_without_power(hosts, calm)
     runs.equal(runs.metrics(hosts, out)[:4], calm)
 
 
+def test_a_full_disk_at_the_trainers_second_host(hosts, calm):
+    """Which has a part of each version in its own memory: the run names it."""
+    for folder in ("/dev/shm", "/tmp"):
+        hosts["b"].shell(f"mount -t tmpfs -o size=60k tmpfs {folder}")
+    with runs.serving(hosts):
+        running = runs.job(hosts, "ab", runs.grpo("rl-full-b", 3), "rl-full-b")
+        assert [running[0].wait(), running[1].wait(60)] == [3, 2], running[0].said + running[1].said
+        line = (
+            r"process 1 of 2 \(pid \d+ on host-b\) ended: OSError: \[Errno 28\] No space left on device: '.*/model-000"
+        )
+        assert re.search(line, running[0].said.splitlines()[-1]), running[0].said
+        assert "Traceback" not in running[0].said + running[1].said
+
+
 def test_a_full_disk_at_the_server(hosts, calm):
     hosts["c"].shell("mkdir /tmp/small && mount -t tmpfs -o size=100k tmpfs /tmp/small")
     with runs.serving(hosts, "/tmp/small/versions"):
