@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -61,6 +61,42 @@ class Completion:
     text: str = ""
     routed: np.ndarray | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Generated(NamedTuple):
+    """The tokens of a completion so far, with log-probabilities and versions as there; no `finish` while it goes on."""
+
+    tokens: list[int]
+    logp: list[float]
+    version: list[int]
+    finish: Finish | None = None
+
+    def between(self, start: int, end: int | None = None) -> Generated:
+        """Tokens [start, end); None = all from `start` on."""
+        finish = self.finish if end is None else None
+        return Generated(self.tokens[start:end], self.logp[start:end], self.version[start:end], finish)
+
+    def then(self, more: Generated) -> Generated:
+        """These tokens and `more` behind them."""
+        joined = self.tokens + more.tokens, self.logp + more.logp, self.version + more.version
+        return Generated(*joined, more.finish)
+
+
+class Record(Protocol):
+    """Where the tokens of a `generate` call are recorded. `request` computes a hash of all that they depend on but the
+    weights.
+
+    Attributes:
+      grows: also before the call has ended.
+    """
+
+    grows: bool
+
+    def begun(self, request: Callable[[], str]) -> Generated | None:
+        """What a former process recorded of the same request; None = nothing."""
+
+    def keep(self, request: Callable[[], str], made: Generated) -> None:
+        """Records the tokens so far, if it is time to."""
 
 
 @dataclass(frozen=True)

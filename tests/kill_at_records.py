@@ -4,8 +4,9 @@
 
 JOB is a JSON file: `module` and `function` that make the grpo.Config, its `arguments`, `deaths` (the number of the
 record at which each process dies; the last one lives), `others` (words of command lines: at every `each`th record a
-process of the run with the next of them is killed) and `log`, to which is written which episodes were generated, and
-which are in the journal. All processes are forks of this one, which has imported what they need.
+process of the run with the next of them is killed), `patched` ({"module:NAME": value}) and `log`, to which is written
+which episodes were generated, which are in the journal, what a killed process left there of calls that go on (place and
+tokens), and what was taken of them. All processes are forks of this one, which has imported what they need.
 """
 
 import asyncio
@@ -15,15 +16,18 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
+import sqlite3
 import sys
+import tempfile
 from pathlib import Path
 
 from test_recipes_killed import family
 
 from areax.recipes import grpo
 from areax.rollout import client
-from areax.rollout.journal import store
+from areax.rollout.journal import calls, store
 
 
 def die_at(number, log, others, each):
@@ -57,7 +61,33 @@ def die_at(number, log, others, each):
         nonlocal writing
         writing = ""
 
+    begun, found = calls.Calls.__init__, calls.Calls.begun
+
+    def placed(self, journal, prompt, admitted, known, grows, episode):
+        begun(self, journal, prompt, admitted, known, grows, episode)
+        self.place = f"{prompt}/{episode}"
+
+    def told(self, number, request):
+        made = found(self, number, request)
+        if made:
+            log.write(f"recalled {self.place}/{number} {len(made.tokens)} {made.finish}\n")
+        return made
+
     store.Journal._written, store.Journal.keep = counted, kept
+    calls.Calls.__init__, calls.Calls.begun = placed, told
+
+
+def left(folder):
+    """The calls that a killed process left in its journal: place, tokens, finish."""
+    with tempfile.TemporaryDirectory() as copy:
+        for path in Path(folder).glob(f"{store.FILE}*"):
+            shutil.copy(path, copy)
+        with contextlib.closing(sqlite3.connect(Path(copy, store.FILE))) as db:
+            begun = store._begun(db, copy)
+    for prompt, one in begun.items():
+        for (episode, number), call in one.calls.items():
+            if episode not in one.episodes:
+                yield f"{prompt}/{episode}/{number} {len(call.made.tokens)} {call.made.finish}"
 
 
 def kill_other(word, log):
@@ -73,6 +103,9 @@ def kill_other(word, log):
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     make = getattr(importlib.import_module(job["module"]), job["function"])
+    for name, value in job.get("patched", {}).items():
+        module, _, name = name.partition(":")
+        setattr(importlib.import_module(module), name, value)
     client.TIMEOUTS = dataclasses.replace(client.TIMEOUTS, lost_own_s=1.0, heartbeat_s=0.2, heartbeat_answer_s=2.0)
     for death in [*job["deaths"], 0]:
         if (child := os.fork()) == 0:
@@ -85,6 +118,8 @@ def main():
         if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
             assert status == 0, status
             return
+        with open(job["log"], "a") as log:
+            log.writelines(f"left {one}\n" for one in left(make(*job["arguments"]).out))
     raise AssertionError("the run is not complete")
 
 

@@ -25,9 +25,11 @@ from areax.rollout.scheduling.episodes import sampling_seed
 from areax.rollout.servers.labels import version_of
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
+from areax.rollout.types import Sampling
 
 SAME = {"step", "kind", "reward", "loss", "grad_norm", "entropy", "kl", "samples", "length", "staleness_max", "ratio"}
 STEPS, GROUPS, SIZE = 12, 2, 4
+OFTEN = {"areax.rollout.journal.calls:SECONDS": 0.0, "areax.rollout.fleet.fleet:EVERY": 1}  # records of calls
 
 
 @pytest.fixture
@@ -54,6 +56,11 @@ def of_a_script(place, out, url, eta):
 
 def few_steps(place, out):
     return config(place, out, steps=5)
+
+
+def of_two_turns(place, out, url):
+    workflow = {"workflow": "areax.rollout.workflows.multi_turn:multi_turn", "workflow_options": '{"turns": 2}'}
+    return config(place, out, url, steps=5, length=64, sampling=Sampling(max_new_tokens=12), **workflow)
 
 
 def killed(place, function, *arguments, deaths=(), **job):
@@ -91,6 +98,31 @@ def test_a_run_killed_at_many_records_is_the_run_that_was_not(place):
     assert sum(what == "process" for what, _ in said) > 10
 
 
+def recalled(said):
+    """The (tokens, finish) of calls that a process took from its journal: those that the former one had left there."""
+    there, left, taken = {}, {}, []
+    for what, of in said:
+        place, *rest = of.split()
+        if what == "process":
+            there, left = left, {}
+        elif what == "left":
+            left[place] = rest
+        elif what == "recalled":
+            assert there.pop(place) == rest
+            taken.append((int(rest[0]), rest[1]))
+    return taken
+
+
+@pytest.mark.long
+def test_at_eta_0_a_killed_run_has_its_calls_again_without_generating_them(place):
+    with servers.embedded(place / "model", slots=8, context=64) as remote:
+        grpo.main(of_two_turns(place, "whole", remote.url))
+        said = killed(place, "of_two_turns", remote.url, deaths=[9, 30, 17, 44, 25, 60], patched=OFTEN)
+    check(place, said, 5)
+    taken = recalled(said)
+    assert len(taken) > 5 and "None" not in dict(taken).values()
+
+
 @pytest.mark.long
 def test_killed_servers_and_reward_workers_change_nothing(place):
     grpo.main(few_steps(place, "whole"))
@@ -113,8 +145,8 @@ def schedule(eta):
 
 @pytest.fixture
 def script(request):
-    """A server whose answers are a function of prompt, episode and version, and so is when it gives them."""
-    begun, ended, found = threading.Event(), asyncio.Event(), {}
+    """A server whose tokens are a function of prompt, episode, version and place, and so is when it gives them."""
+    begun, ended, found, lengths = threading.Event(), asyncio.Event(), {}, {}  # of prompts, which come whole at first
     versions = schedule(request.param)
     of_seed = {sampling_seed(0, p, i, 0): (p, i) for p in range(STEPS * GROUPS) for i in range(SIZE)}
 
@@ -126,11 +158,21 @@ def script(request):
                 await scripted.until(lambda: version_of(server.label) >= versions[prompt])
                 label = server.label
                 draw = lambda i: xxhash.xxh3_64_intdigest(repr((prompt, episode, version_of(label), i)).encode())
-                await asyncio.sleep(draw(9) % 100 / 1000)
-                ids = [8 + draw(i) % 11 for i in range(4)]  # the characters of sums
-                return scripted.aiohttp.web.json_response(
-                    scripted.reply(ids, [-(draw(i) % 31) / 8 for i in range(4)], [label] * 4, "length")
-                )
+                start = len(body["input_ids"]) - lengths.setdefault(prompt, len(body["input_ids"]))
+                made, going_on = list[int](), scripted.aiohttp.web.StreamResponse()
+                if body.get("stream"):
+                    await going_on.prepare(request)
+                for i in range(start, 4):
+                    await asyncio.sleep(draw(9) % 100 / 4000)
+                    made.append(i)
+                    ids, logp = [8 + draw(i) % 11 for i in made], [-(draw(i) % 31) / 8 for i in made]  # of sums
+                    event = scripted.reply(ids, logp, [label] * len(ids), "length")
+                    event["meta_info"] |= {"finish_reason": None} if i < 3 else {}
+                    if body.get("stream"):
+                        await going_on.write(
+                            b"data: " + json.dumps(event).encode() + b"\n\n" + b"data: [DONE]\n\n" * (i == 3)
+                        )
+                return going_on if body.get("stream") else scripted.aiohttp.web.json_response(event)
 
             server.script = type("Always", (), {"pop": lambda self, _: answer})()
             found["url"], found["loop"] = server.url, asyncio.get_running_loop()
@@ -146,9 +188,13 @@ def script(request):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("often", [{}, OFTEN])
 @pytest.mark.parametrize("script", [1, 4], indirect=True)
-def test_with_eta_a_killed_run_is_the_run_that_was_not(place, script):
+def test_with_eta_a_killed_run_is_the_run_that_was_not(place, script, often):
     url, eta = script
     chance = random.Random(eta)
     grpo.main(of_a_script(place, "whole", url, eta))
-    check(place, killed(place, "of_a_script", url, eta, deaths=[chance.randint(1, 30) for _ in range(10)]))
+    deaths = [chance.randint(1, 60 if often else 30) for _ in range(10)]
+    said = killed(place, "of_a_script", url, eta, deaths=deaths, patched=often)
+    check(place, said)
+    assert bool(often) == any(finish == "None" for _, finish in recalled(said))  # it went on behind their tokens

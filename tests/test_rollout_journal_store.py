@@ -156,7 +156,7 @@ def test_a_process_goes_on_from_any_version(copy, caplog):
     for start in range(7):
         past = opened(copy, start=start)
         assert past.batches == range(start, 6) and past.cursor == ({"batch": 6} if start < 6 else None)
-        assert past.begun.keys() == {40, 41} and past.begun[41] == (6, "row", {})
+        assert past.begun.keys() == {40, 41} and past.begun[41] == (6, "row", {}, {})
         assert past.begun[40][:2] == (5, "row") and same(past.begun[40].episodes, EPISODES)
         read, _ = all_of(past, copy, start)
         assert all(same(batch, store.Batch(groups(v), {"batch": v + 1})) for v, batch in read.items())
@@ -332,7 +332,7 @@ def test_episodes_of_a_group_that_began_anew_are_not_mixed(tmp_path, caplog):
 
     opened(tmp_path, anew)
     past = opened(tmp_path)
-    assert [*past.begun] == [1] and same(past.begun[1], store.Begun(2, "row", {0: [sample(seed=3)]}))
+    assert [*past.begun] == [1] and same(past.begun[1], store.Begun(2, "row", {0: [sample(seed=3)]}, {}))
     assert [line.count("generated again: its group") for line in caplog.messages] == [1, 1]
 
 

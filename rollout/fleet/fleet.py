@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import json
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 
 from .. import events
 from ..errors import ServerError
@@ -30,7 +32,7 @@ from ..servers import gauges, image_tokens, prefix_routing
 from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Part, Published, State
-from ..types import Completion, Finish, Image
+from ..types import Completion, Finish, Generated, Image, Record
 from ..weights import lora
 from .attempt import ask
 from .timeouts import TIMEOUTS, Timeouts
@@ -44,6 +46,7 @@ STATEFUL = {  # sampling parameters with which a server must generate a completi
 }  # fmt: skip
 BUSY_S = 30.0  # before, and between, lines that servers are busy
 IDLE_ABORTS = 8  # consecutive aborts without a new token
+EVENTS, EVERY = 16, 256  # most events of an answer that is recorded while it grows; least tokens from one to the next
 
 
 Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter) -> its answer
@@ -82,10 +85,10 @@ class Fleet:
       not_offloaded: cleared while servers are offloaded (`offload.offload`); no server is recovered then.
       restart: replaces a dead server's process, if possible.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
-        string or an image token), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered`
-        (concurrency limits), `refused`, `broken`, `rerouted` (its server was taken out of traffic), `strange` (sampled
-        with weights that the server was not given), `out_of_time` (whose episode took too long); of servers: the states
-        they entered, `recovered, restarted, joined, left`; of pushes: `undone`.
+        string or an image token), `recalled` (tokens taken from a record), `busy` (503), `preempted` (answers partly
+        recomputed by the server), `lowered` (concurrency limits), `refused`, `broken`, `rerouted` (its server was taken
+        out of traffic), `strange` (sampled with weights that the server was not given), `out_of_time` (whose episode
+        took too long); of servers: the states they entered, `recovered, restarted, joined, left`; of pushes: `undone`.
       waits: how long requests waited here for a server with room.
     """
 
@@ -201,6 +204,7 @@ class Fleet:
         seed: int | None = None,
         until: float | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
+        record: Record | None = None,
     ) -> Completion:
         """Continues the prompt `tokens` by up to `max_new_tokens`; finish is `stop` or `length`.
 
@@ -223,6 +227,9 @@ class Fleet:
             there is, at least one token, with finish `length`.
           on_tokens: called with all tokens so far as they arrive. After a retry, or a resumption with stop strings,
             they may differ from before; an exception in it ends the request.
+          record: has the tokens that a former process recorded of the same request, which then goes on behind them, and
+            gets those that are new: while they arrive from SGLang and `areax serve`, else after interruptions. Not with
+            `routed_experts`, nor where a server must generate a completion in one piece.
 
         Raises:
           ValueError: the server refused the request (prompt too long, a bad parameter), or does
@@ -250,9 +257,7 @@ class Fleet:
             max_new_tokens = min(max_new_tokens, longest - len(tokens))
             min_new_tokens = min(min_new_tokens, max_new_tokens)
         stops = dict.fromkeys(map(int, (*stop_token_ids, *(() if ignore_eos else self._ends))))
-        if seed is None and self._any_seeded:  # such servers give all requests without a seed the same
-            seed = random.getrandbits(63)
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": float(temperature),
             "top_p": float(top_p),
             "top_k": int(top_k),
@@ -276,15 +281,20 @@ class Fleet:
             **({"seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
+        prompt = image_tokens.TokensPrompt(tuple(map(int, tokens)), images, self._image_token)
+        request = functools.cache(functools.partial(_hash, prompt, {**sampling}))
+        if seed is None and self._any_seeded:  # such servers give all requests without a seed the same
+            sampling["seed"] = random.getrandbits(63)
+        begun, keep = Generated([], [], []), None
+        if record and not (routed_experts or STATEFUL & sampling.keys()):
+            begun, keep = record.begun(request) or begun, functools.partial(record.keep, request)
+        if begun.finish:
+            self.counts["recalled"] += len(begun.tokens)
+            return Completion(begun.tokens, begun.logp, begun.version, begun.finish)
         work = lambda limit: self._generate(
-            image_tokens.TokensPrompt(tuple(map(int, tokens)), images, self._image_token),
-            sampling,
-            routed_experts,
-            trouble,
-            limit,
-            until,
-            on_tokens,
-        )
+            prompt, sampling, routed_experts, trouble, limit, until, on_tokens, begun, keep,
+            grows=bool(record and record.grows and keep),
+        )  # fmt: skip
         return await self._in_time("generate", work, trouble)
 
     async def read(self, tokens: Sequence[int], *, top_k: int = 0) -> tuple[str, Part]:
@@ -325,6 +335,10 @@ class Fleet:
         limit: asyncio.Timeout,
         until: float | None,
         on_tokens: Callable[[list[int]], None] | None,
+        made: Generated,
+        keep: Callable[[Generated], None] | None,
+        *,
+        grows: bool,
     ) -> Completion:
         self.counts["requests"] += 1
         now = asyncio.get_running_loop().time
@@ -332,36 +346,45 @@ class Fleet:
         most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
         reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
         reach = most if STATEFUL & sampling.keys() else reach
-        tokens: list[int] = []
-        logp: list[float] = []
-        labels: list[str] = []
+        whole = max(0, len(made.tokens) - max(reach, 1))  # the last one may have ended it
+        made = made.between(0, min(prompt.until_image(made.tokens), whole))
+        if start := len(made.tokens):
+            self.counts["recalled"] += start
+        label = ""  # of the last token
         routed: np.ndarray | None = None
-        resumed = longest = idle = 0
+        resumed, longest, idle = int(start > 0), start, 0
         while True:
+            tokens = made.tokens
             left = {
                 "max_new_tokens": most - len(tokens),
                 "min_new_tokens": max(0, least - len(tokens)),
             }
+            every = 1 if on_tokens else max(EVERY, left["max_new_tokens"] // EVENTS)
 
-            def on_new(new: list[int], so_far=tuple(tokens)) -> None:
+            def on_new(new: list[int], so_far=tokens) -> None:
                 self._renew(limit)
                 if on_tokens:
                     on_tokens([*so_far, *new])
 
+            def on_part(part: Part, so_far=made) -> None:
+                self._renew(limit)
+                if keep and part.labels:
+                    keep(so_far.then(_generated(part)))
+
             wanted = self._experts_per_token if experts else 0
             sent = replace(prompt, tokens=(*prompt.tokens, *tokens)) if tokens else prompt
             attempt = functools.partial(
-                ask, sent, sampling | left, wanted, None if late else until,
-                on_new if on_tokens else None,
+                ask, sent, sampling | left, wanted, None if late else until, on_new if on_tokens else None,
+                on_part if grows and left["max_new_tokens"] > every else None, every,
             )  # fmt: skip
-            server, part = await self._send(sent, attempt, trouble, labels[-1] if labels else "")
+            server, part = await self._send(sent, attempt, trouble, label if tokens else "")
             if experts:
                 routed = _joined(routed, part, len(sent.tokens))
             if part.tokens:
                 self._renew(limit)
-            tokens += part.tokens
-            logp += part.logp
-            labels += part.labels
+            made = made.then(_generated(part))
+            tokens = made.tokens
+            label = part.labels[-1] if part.labels else label
             if part.finish != "abort" or len(tokens) == most:
                 break
             if tokens and tokens[-1] in sampling.get("stop_token_ids", ()) and not sampling["ignore_eos"]:
@@ -373,10 +396,13 @@ class Fleet:
             if late:  # it was still waiting
                 most = 1
                 continue
-            keep = min(prompt.until_image(tokens), max(0, len(tokens) - reach))
-            if keep < len(tokens):
-                self.counts["dropped"] += len(tokens) - keep
-                del tokens[keep:], logp[keep:], labels[keep:]
+            whole = min(prompt.until_image(tokens), max(0, len(tokens) - reach))
+            if whole < len(tokens):
+                self.counts["dropped"] += len(tokens) - whole
+                made = made.between(0, whole)
+                tokens = made.tokens
+            if keep and grows and tokens:
+                keep(made)
             longest, idle = max(longest, len(tokens)), 0 if len(tokens) > longest else idle + 1
             if idle > IDLE_ABORTS:
                 raise ServerError(f"{server.url}/generate: aborted {idle} times in a row without a new token")
@@ -387,16 +413,17 @@ class Fleet:
         self.counts["tokens"] += len(tokens)
         if late:
             self.counts["out_of_time"] += 1
-        version = [version_of(label) for label in labels]
         finish: Finish = "length" if part.finish == "abort" else part.finish
+        if keep:  # a stop string is found again
+            keep(made._replace(finish=None if late or "stop" in sampling else finish))
         events.emit(
             "call", begun=begun, url=server.url, prompt_tokens=len(prompt.tokens), tokens=len(tokens),
-            versions=events.runs(version), finish=finish, resumed=resumed, out_of_time=late,
+            versions=events.runs(made.version), finish=finish, resumed=resumed, out_of_time=late,
         )  # fmt: skip
         return Completion(
             tokens=tokens,
-            logp=logp,
-            version=version,
+            logp=made.logp,
+            version=made.version,
             finish=finish,
             text="" if resumed else part.text,
             routed=routed,
@@ -680,6 +707,16 @@ class Fleet:
 def _stop(tasks: Iterable[asyncio.Task]) -> None:
     for task in tasks:
         task.cancel()
+
+
+def _hash(prompt: image_tokens.TokensPrompt, sampling: Mapping[str, Any]) -> str:
+    """Of a request."""
+    rest = json.dumps([[image.hash for image in prompt.images], sampling], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(np.array(prompt.tokens, np.int64).tobytes() + rest.encode())
+
+
+def _generated(part: Part) -> Generated:
+    return Generated(part.tokens, part.logp, [*map(version_of, part.labels)])
 
 
 def _joined(before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:

@@ -2,13 +2,15 @@
 
 The values of each field are a MessagePack list, or the lengths of arrays and one array of them all, compressed by zstd.
 Of floats, bytes of equal significance stand together, because the high ones repeat; integers take no more bytes each
-than the largest needs. Images are named by their hashes; their bytes are stored once, elsewhere.
+than the largest needs. Images are named by their hashes; their bytes are stored once, elsewhere. Tokens of a completion
+that goes on are packed alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -17,11 +19,12 @@ import xxhash
 import zstandard
 
 from ..processes.printable import shown
-from ..types import Image, Sample
+from ..types import Generated, Image, Sample
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sample))
 LEVEL = 15  # of zstd: 0.3 ms a sample of 253 tokens; lower ones are larger by 2 %, higher ones smaller by 0.3 %
 ARRAY, IMAGE, TUPLE = 1, 2, 3  # MessagePack extensions
+NO_IMAGES: dict[str, bytes] = {}
 WHOLE = "biuSUmM"  # kinds of arrays whose bytes stay in their order
 
 
@@ -47,21 +50,22 @@ def unpacked(data: bytes, image: Callable[[str], bytes]) -> list[Sample]:
 
     Raises ValueError for anything else.
     """
-
-    def decoded(code: int, content: bytes) -> Any:
-        if code == IMAGE:
-            return Image(image(content.decode()))
-        return _array(content) if code == ARRAY else tuple(read(content))
-
-    def read(content: bytes) -> Any:
-        return msgpack.unpackb(content, ext_hook=decoded, strict_map_key=False, unicode_errors="surrogatepass")
-
-    try:
-        inflate = zstandard.ZstdDecompressor().decompress
-        columns = [_apart(read(inflate(column))) for column in msgpack.unpackb(data)]
+    with _named("samples"):
+        columns = [_apart(_inflated(column, image)) for column in msgpack.unpackb(data)]
         return [Sample(**dict(zip(FIELDS, row, strict=True))) for row in zip(*columns, strict=True)]
-    except (zstandard.ZstdError, msgpack.UnpackException, TypeError, KeyError) as error:
-        raise ValueError(f"not packed samples ({error})") from error
+
+
+def packed_tokens(made: Generated) -> bytes:
+    """Packs the tokens of a completion that goes on, or has ended."""
+    arrays = np.array(made.tokens, np.int64), np.array(made.logp, np.float64), np.array(made.version, np.int64)
+    return zstandard.ZstdCompressor(LEVEL).compress(_plain([*arrays, made.finish]))
+
+
+def unpacked_tokens(data: bytes) -> Generated:
+    """Unpacks what `packed_tokens` packed; raises ValueError for anything else."""
+    with _named("tokens"):
+        tokens, logp, version, finish = _inflated(data, NO_IMAGES.__getitem__)
+        return Generated(tokens.tolist(), logp.tolist(), version.tolist(), finish)
 
 
 def mark(row: Any) -> str:
@@ -75,6 +79,26 @@ def mark(row: Any) -> str:
 def _compressed(samples: Sequence[Sample]) -> bytes:
     deflate = zstandard.ZstdCompressor(LEVEL).compress
     return msgpack.packb([deflate(_plain(_together([getattr(one, name) for one in samples]))) for name in FIELDS])
+
+
+def _inflated(data: bytes, image: Callable[[str], bytes]) -> Any:
+    def decoded(code: int, content: bytes) -> Any:
+        if code == IMAGE:
+            return Image(image(content.decode()))
+        return _array(content) if code == ARRAY else tuple(read(content))
+
+    def read(content: bytes) -> Any:
+        return msgpack.unpackb(content, ext_hook=decoded, strict_map_key=False, unicode_errors="surrogatepass")
+
+    return read(zstandard.ZstdDecompressor().decompress(data))
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (zstandard.ZstdError, msgpack.UnpackException, TypeError, KeyError) as error:
+        raise ValueError(f"not packed {what} ({error})") from error
 
 
 def _together(values: list[Any]) -> list[Any] | tuple[list[int], np.ndarray]:

@@ -2,6 +2,7 @@
 
     batches   version, cursor (the position after it, JSON), sizes of its groups (JSON), samples (codec.py)
     episodes  prompt, episode, admitted, row (its hash), samples: of groups that no batch has taken yet
+    calls     prompt, episode, call, start, admitted, request (its hash), tokens from `start` on: of episodes that go on
     images    hash, data, used: the last version whose samples have it
     meta      schema, run, and what its episodes depend on
 
@@ -26,14 +27,15 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ..types import Image, Sample
+from ..types import Generated, Image, Sample
 from . import codec
 
 log = logging.getLogger(__name__)
 
 FILE = "journal.db"
-SCHEMA = f"2 {' '.join(codec.FIELDS)}"
+SCHEMA = f"3 {' '.join(codec.FIELDS)}"
 BEGUN = -1  # the episode that says that its group has begun
+OF_GROUPS = "episodes", "calls"  # tables of groups that no batch has taken
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (
@@ -41,6 +43,10 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS episodes (
   prompt INTEGER NOT NULL, episode INTEGER NOT NULL, admitted INTEGER NOT NULL, row TEXT NOT NULL,
   samples BLOB NOT NULL, hash TEXT NOT NULL, PRIMARY KEY (prompt, episode));
+CREATE TABLE IF NOT EXISTS calls (
+  prompt INTEGER NOT NULL, episode INTEGER NOT NULL, call INTEGER NOT NULL, start INTEGER NOT NULL,
+  admitted INTEGER NOT NULL, request TEXT NOT NULL, tokens BLOB NOT NULL, hash TEXT NOT NULL,
+  PRIMARY KEY (prompt, episode, call, start));
 CREATE TABLE IF NOT EXISTS images (hash TEXT PRIMARY KEY, data BLOB NOT NULL, used INTEGER NOT NULL);
 """
 OUTSIDE = {  # errors that are not the file's own: the disk is full, cannot be read, ...
@@ -49,13 +55,26 @@ OUTSIDE = {  # errors that are not the file's own: the disk is full, cannot be r
 }  # fmt: skip
 
 
+class Call(NamedTuple):
+    """What is recorded of a `generate` call: the hash of its request, and its tokens."""
+
+    request: str
+    made: Generated
+
+    def until(self, version: int) -> Call:
+        """The tokens before the first one of a later version."""
+        n = next((i for i, one in enumerate(self.made.version) if one > version), None)
+        return Call(self.request, self.made.between(0, n))
+
+
 class Begun(NamedTuple):
-    """A group that no batch has taken: the version at which it was admitted, the hash of its row, and its finished
-    episodes by index."""
+    """A group that no batch has taken: the version at which it was admitted, the hash of its row, its finished episodes
+    by index, and of others the calls by (episode, number)."""
 
     version: int
     row: str
     episodes: dict[int, list[Sample]]
+    calls: dict[tuple[int, int], Call]
 
 
 class Batch(NamedTuple):
@@ -93,7 +112,27 @@ class Journal:
 
     def begin(self, prompt: int, admitted: int, row: str) -> None:
         """Records that a group has begun, without waiting for it; arguments as of `keep`."""
-        self._written(lambda: self._put((prompt, BEGUN, admitted, row), codec.packed([], exact=True)))
+
+        def write() -> None:
+            self._put((prompt, BEGUN, admitted, row), codec.packed([], exact=True))
+            self._db.execute("DELETE FROM calls WHERE prompt = ? AND admitted != ?", (prompt, admitted))
+
+        self._written(write)
+
+    def keep_calls(self, prompt: int, admitted: int, episode: int, calls: Mapping[tuple[int, int], Call]) -> None:
+        """Records tokens of an episode's calls, by (number, place of the first one), without waiting for it. Those that
+        were recorded from there on are forgotten."""
+
+        def write() -> None:
+            for place, (request, made) in calls.items():
+                self._db.execute(
+                    "DELETE FROM calls WHERE prompt = ? AND episode = ? AND call = ? AND start >= ?",
+                    (prompt, episode, *place),
+                )
+                key, data = (prompt, episode, *place, admitted, request), codec.packed_tokens(made)
+                self._db.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
+
+        self._written(write)
 
     async def keep(
         self, prompt: int, admitted: int, row: str, episode: int, samples: Sequence[Sample], *, exact: bool = False
@@ -116,6 +155,7 @@ class Journal:
                 return
             self._keep_images(samples, admitted)
             self._put((prompt, episode, admitted, row), data)
+            self._db.execute("DELETE FROM calls WHERE prompt = ? AND episode = ?", (prompt, episode))
 
         await asyncio.wrap_future(self._written(write))
 
@@ -136,7 +176,8 @@ class Journal:
             self._keep_images(samples, version)
             row = (version, text, sizes, data, _hash(data, (version, text, sizes)))
             self._db.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?)", row)
-            self._db.executemany("DELETE FROM episodes WHERE prompt = ?", ((prompt,) for prompt in ended))
+            for table in OF_GROUPS:
+                self._db.executemany(f"DELETE FROM {table} WHERE prompt = ?", ((prompt,) for prompt in ended))
 
         await asyncio.wrap_future(self._written(write))
 
@@ -239,7 +280,7 @@ def _past(db: sqlite3.Connection, path: Path, start: int, now: dict[str, str]) -
             break
     begun = {} if others else _begun(db, path)
     gone = db.execute("DELETE FROM batches WHERE version >= ?", (end,)).rowcount
-    gone += db.execute("DELETE FROM episodes").rowcount if others else 0
+    gone += sum(db.execute(f"DELETE FROM {table}").rowcount for table in OF_GROUPS) if others else 0
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
     if gone:
         log.warning("%s: what it has from version %d on is generated again: %s", path, end, why)
@@ -254,13 +295,28 @@ def _begun(db: sqlite3.Connection, path: Path) -> dict[int, Begun]:
             if _hash(data, (prompt, episode, admitted, row)) != given:
                 raise ValueError("it is damaged")
             if episode == BEGUN:
-                made[prompt] = Begun(admitted, row, {})
+                made[prompt] = Begun(admitted, row, {}, {})
             elif prompt not in made or made[prompt][:2] != (admitted, row):
                 raise ValueError("its group is not the one that began")
             else:
                 made[prompt].episodes[episode] = codec.unpacked(data, lambda name: _image(db, name))
         except ValueError as error:
             log.warning("%s: episode %s of prompt %s is generated again: %s", path, episode, prompt, error)
+    rows = db.execute("SELECT * FROM calls ORDER BY prompt, episode, call, start")
+    for prompt, episode, number, start, admitted, request, data, given in rows.fetchall():
+        try:
+            if _hash(data, (prompt, episode, number, start, admitted, request)) != given:
+                raise ValueError("it is damaged")
+            if prompt not in made or made[prompt].version != admitted:
+                raise ValueError("its group is not the one that began")
+            calls, tokens = made[prompt].calls, codec.unpacked_tokens(data)
+            before = calls.get((episode, number), Call(request, Generated([], [], [])))
+            if before.request != request or len(before.made.tokens) != start:
+                raise ValueError("what was before is damaged")
+            calls[episode, number] = Call(request, before.made.then(tokens))
+        except ValueError as error:
+            what = f"{path}: call {number} of episode {episode} of prompt {prompt}"
+            log.warning("%s is generated again from token %s on: %s", what, start, error)
     return made
 
 

@@ -18,6 +18,7 @@ import xxhash
 
 from .. import events, object_path
 from ..errors import ServerError, WrongSample
+from ..journal.calls import Calls
 from ..processes.printable import one_line, shown
 from ..rewards.signatures import Regroup, Score
 from ..types import Generate, Sample, Workflow
@@ -100,6 +101,7 @@ async def group(
     on_lost: Callable[[int], None] | None = None,
     known: Mapping[int, list[Sample]] = NONE,
     keep: Callable[[int, list[Sample]], Awaitable[None]] | None = None,
+    calls: Callable[[int], Calls] | None = None,
 ) -> list[Sample]:
     """Samples `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
 
@@ -118,6 +120,7 @@ async def group(
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
       known: episodes that ended before, by index; they are not played again.
       keep: called with an episode's index and samples when it has ended.
+      calls: where the `generate` calls of an attempt at an episode, by its index, are recorded while it goes on.
     """
     least = min(2, size)
     lost: list[ServerError] = []
@@ -127,8 +130,9 @@ async def group(
             return known[index]
         try:
             samples = await _episode(
-                workflow, generate, row, prompt=prompt, index=index, seed=seed, check=check, on_retry=on_retry
-            )
+                workflow, generate, row, prompt=prompt, index=index, seed=seed, check=check, on_retry=on_retry,
+                calls=calls,
+            )  # fmt: skip
         except ServerError as error:
             lost.append(error)
             if on_lost is None or len(lost) > size - least:
@@ -177,14 +181,15 @@ def _rewarded(sample: Sample, score: Score) -> Sample:
     )
 
 
-async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_retry) -> list[Sample]:
+async def _episode(workflow, generate, row, *, prompt, index, seed, check, on_retry, calls) -> list[Sample]:
     """The samples of one episode; its events carry the prompt and the episode's index."""
     begun = asyncio.get_running_loop().time()
     with events.context(prompt=prompt, episode=index):
         for attempt in itertools.count(1):
             turns = itertools.count()  # from 0 in each attempt: a retry draws the same tokens
+            own = _recorded(generate, calls(index)) if calls else generate
             try:
-                samples = await _played(workflow, _seeded(generate, seed, prompt, index, turns), row, check)
+                samples = await _played(workflow, _seeded(own, seed, prompt, index, turns), row, check)
                 break
             except (ServerError, BaseExceptionGroup) as raised:
                 error = _server_error(raised)  # a workflow's TaskGroup raises groups
@@ -303,6 +308,10 @@ def _seeded(generate, seed, prompt, index, turns) -> Generate:
         return generate(tokens, *images, **sampling)
 
     return bound
+
+
+def _recorded(generate, calls: Calls) -> Generate:
+    return lambda tokens, *images, **sampling: generate(tokens, *images, **sampling, record=calls.next())
 
 
 async def _together(coroutines: Sequence[Coroutine], row: Mapping[str, Any]) -> list:

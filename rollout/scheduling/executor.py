@@ -35,6 +35,7 @@ import numpy as np
 from .. import events
 from ..errors import ServerError
 from ..journal import codec
+from ..journal.calls import Calls
 from ..journal.store import Begun, Journal
 from ..processes.printable import one_line
 from ..rewards.signatures import Regroup
@@ -108,7 +109,8 @@ class Executor:
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
           experts: number of its experts in a layer, likewise.
           check_images: checks the images of samples, as `validation.checked` has it.
-          journal: where episodes and batches are kept, and which has the episodes that a former process finished.
+          journal: where episodes, the calls of those that go on, and batches are kept, and which has those of a former
+            process.
         """
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -150,6 +152,8 @@ class Executor:
         self._lengths = length_bias.Lengths(groups_per_batch)
         if cursor is not None:
             self._resume(cursor)
+        # Behind its tokens a call goes on with other rounding, where to generate it again gives the same bits.
+        self._continues = eta > 0 or seed is None
         self._recorded = self._recalled(journal.past.begun) if journal else {}
 
     async def __aenter__(self) -> Executor:
@@ -281,8 +285,12 @@ class Executor:
         self._next = after.stop
         self._open = deque(prompt for prompt in (*self._open, *after) if prompt not in use)
         made = lambda samples: all(sample.version.max() <= v for sample in samples)
+        of = lambda one: {place: call.until(v) for place, call in one.calls.items()}
         recalled = {
-            prompt: one._replace(episodes={i: samples for i, samples in one.episodes.items() if made(samples)})
+            prompt: one._replace(
+                episodes={i: samples for i, samples in one.episodes.items() if made(samples)},
+                calls={place: call for place, call in of(one).items() if self._continues or call.made.finish},
+            )
             for prompt, one in use.items()
         }
         known = (s for one in recalled.values() for samples in one.episodes.values() for s in samples)
@@ -378,10 +386,11 @@ class Executor:
             if begun.version > v:
                 return False
             del self._recorded[prompt]
+            self._changed.set()  # a batch may have waited for it alone
         elif self._room(v) <= 0:
             return False
         else:
-            prompt, begun = self._open.popleft() if self._open else self._next, Begun(v, "", {})
+            prompt, begun = self._open.popleft() if self._open else self._next, Begun(v, "", {}, {})
             self._next += prompt == self._next
         task = asyncio.create_task(self._group(prompt, begun))
         self._running[prompt] = (begun.version, task)
@@ -391,7 +400,7 @@ class Executor:
 
     async def _group(self, prompt: int, begun: Begun) -> tuple[list[Sample], bool]:
         """The samples of a prompt's group, and whether they may be trained on."""
-        row, known, keep = self.prompts[prompt], begun.episodes, None
+        row, known, keep, calls = self.prompts[prompt], begun.episodes, None, None
         if self.journal:
             mark = codec.mark(row)
             if known and mark != begun.row:
@@ -399,6 +408,7 @@ class Executor:
                 known = {}
             self.journal.begin(prompt, begun.version, mark)
             keep = functools.partial(self.journal.keep, prompt, begun.version, mark, exact=self.regroup is not None)
+            calls = functools.partial(Calls, self.journal, prompt, begun.version, begun.calls, self._continues)
         samples = await group(
             self.workflow,
             functools.partial(_undistorted, self.generate),
@@ -412,6 +422,7 @@ class Executor:
             on_lost=functools.partial(self._count, "lost"),
             known=known,
             keep=keep,
+            calls=calls,
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False

@@ -210,6 +210,8 @@ class SGLang(Endpoint):
         cache_key: str = "",
         rid: str = "",
         on_tokens: Callable[[list[int]], None] | None = None,
+        on_part: Callable[[Part], None] | None = None,
+        every: int = 1,
     ) -> Part:
         """Makes one attempt to continue a prompt, tokens alone or with images.
 
@@ -221,6 +223,9 @@ class SGLang(Endpoint):
           cache_key: requests with different keys share no cached prefix.
           rid: a name for `abort`, which no other request has; "" = a random one.
           on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
+          on_part: called likewise with what the answer would be if it was aborted there; its labels are "" if the
+            server does not say them before the end, as SGLang does not.
+          every: new tokens after which it is called.
 
         Raises:
           Unreached, Broken: as `Endpoint.call`.
@@ -235,24 +240,33 @@ class SGLang(Endpoint):
         asked = sampling.get("max_new_tokens", LONGEST)
         seen: list[int] = []
 
+        def checked(answer: Mapping[str, Any], experts: int = 0) -> Part:
+            part = self._part(answer, body["rid"], experts)
+            with answers.named(f"{self.url}/generate"):
+                answers.check(part, seen, prompt, sampling, asked, self.context)
+            return part
+
         def on_event(event: Mapping[str, Any]) -> None:
             nonlocal seen
             ids = self._ids(event)
             with answers.named(f"{self.url}/generate"):
                 answers.check_number(ids, asked)
                 answers.check_stream(seen, ids)
-            if on_tokens and len(ids) > len(seen):  # an event without new tokens is no progress
+                so_far = sglang_answers.unfinished(event) if on_part else None
+            if len(ids) > len(seen):  # an event without new tokens is no progress
                 seen = ids
-                on_tokens(ids)
+                if on_tokens:
+                    on_tokens(ids)
+                if on_part and so_far:
+                    on_part(checked(so_far))
 
         most = BESIDES + (len(prompt.tokens) + asked) * (A_TOKEN + EXPERTS * bool(experts_per_token))
-        if on_tokens is None:
-            answer = await self.call("POST", "/generate", body, most=most)
-        else:
+        if on_tokens or on_part:
+            body["sampling_params"] |= {"stream_interval": every} if every > 1 else {}
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
-        part = self._part(answer, body["rid"], experts_per_token)
-        with answers.named(f"{self.url}/generate"):
-            answers.check(part, seen, prompt, sampling, asked, self.context)
+        else:
+            answer = await self.call("POST", "/generate", body, most=most)
+        part = checked(answer, experts_per_token)
         if experts_per_token and part.tokens and part.routed is None:
             raise ServerError(
                 f"{self.url}/generate: routed experts were asked for, got none; start SGLang with "

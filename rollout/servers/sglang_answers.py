@@ -66,6 +66,16 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
     )  # fmt: skip
 
 
+def unfinished(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An event of a stream as the answer to a request that was aborted there, with "" for labels that it lacks; None of
+    the last one. Raises one of MALFORMED for an event of another form."""
+    meta = event["meta_info"]
+    if meta["finish_reason"]:
+        return None
+    unknown = [{"version": "", "start": 0, "end": len(event["output_ids"])}]
+    return {**event, "meta_info": {"weight_versions": unknown, **meta, "finish_reason": {"type": "abort"}}}
+
+
 def aborted(answer: Mapping[str, Any]) -> bool:
     """Whether a request was aborted; False for an answer of another form."""
     try:

@@ -170,8 +170,11 @@ class VLLM(Endpoint):
         cache_key: str = "",
         rid: str = "",
         on_tokens: Callable[[list[int]], None] | None = None,
+        on_part: Callable[[Part], None] | None = None,
+        every: int = 1,
     ) -> Part:
-        """Makes one attempt to continue a prompt; arguments and errors as those of `SGLang.generate`.
+        """Makes one attempt to continue a prompt; arguments and errors as those of `SGLang.generate`. `on_part` is not
+        called: each token is an event here, which costs too much, and has no version before the end.
 
         Log-probabilities are of the distribution that tokens are drawn from, filters (top_p, ...) and grammars
         included, where SGLang's leave these out; training uses none.

@@ -71,7 +71,7 @@ class Bridge:
             watching.append(self._loop.create_task(gone()))
             watching[0].add_done_callback(end)
 
-        with self._submitted(requests, take, ended, every=ended is not None):
+        with self._submitted(requests, take, ended, every=int(ended is not None)):
             timer = self._loop.call_later(WATCH_S, watch)
             try:
                 await done
@@ -81,10 +81,12 @@ class Bridge:
                     task.cancel()
         return [last[request.rid] for request in requests] if len(last) == len(requests) else None
 
-    def stream(self, requests: Sequence[Request], ended: Ended | None = None) -> AsyncIterator[tuple[int, Progress]]:
-        """Yields (index of a request, its Progress) on every update; `ended` as in `finish`. If the caller stops early,
-        unfinished requests are aborted. A slow caller misses intermediate updates, which is harmless because each
-        Progress is cumulative.
+    def stream(
+        self, requests: Sequence[Request], ended: Ended | None = None, every: int = 1
+    ) -> AsyncIterator[tuple[int, Progress]]:
+        """Yields (index of a request, its Progress) at first, whenever there are `every` more tokens, and at the end;
+        `ended` as in `finish`. If the caller stops early, unfinished requests are aborted. A slow caller misses
+        intermediate updates, which is harmless because each Progress is cumulative.
 
         Raises:
           ValueError: as `finish`, before anything is iterated.
@@ -98,7 +100,7 @@ class Bridge:
             updated.set()
 
         submitted = contextlib.ExitStack()
-        submitted.enter_context(self._submitted(requests, take, ended, every=True))
+        submitted.enter_context(self._submitted(requests, take, ended, every))
 
         async def news() -> AsyncIterator[tuple[int, Progress]]:
             with submitted:
@@ -126,8 +128,10 @@ class Bridge:
             raise HTTPException(503, f"{len(self.running)} requests are running or waiting; try again later")
 
     @contextlib.contextmanager
-    def _submitted(self, requests: Sequence[Request], take, ended: Ended | None, every: bool) -> Iterator[None]:
+    def _submitted(self, requests: Sequence[Request], take, ended: Ended | None, every: int) -> Iterator[None]:
+        """Args: every: new tokens after which progress is passed on; 0 = only at the end."""
         over: set[str] = set()
+        passed: dict[str, int] = {}  # tokens
 
         def until(progress: Progress) -> None:
             if progress.rid in over:
@@ -140,7 +144,9 @@ class Bridge:
             take(progress)
 
         def on_progress(progress: Progress) -> None:  # in the engine's thread
-            if every or progress.finish:
+            before, now = passed.get(progress.rid), len(progress.tokens)
+            if progress.finish or every and (before is None or now - before >= every):
+                passed[progress.rid] = now
                 self._mail.append((until, progress))
                 if not self._woken:
                     self._woken = True

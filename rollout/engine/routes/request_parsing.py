@@ -27,9 +27,9 @@ SAMPLING = fields.table(
     [
         "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
         "ignore_eos", "sampling_seed", "n", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-        *GRAMMARS,
+        *GRAMMARS, "stream_interval",
     ],
-    ["stream_interval", "spaces_between_special_tokens"],
+    ["spaces_between_special_tokens"],
     {
         "structural_tag": Refusal("give a json_schema, a regex or an ebnf", ("",)),
         "stop_regex": Refusal("give the strings to stop at as stop", ("", [])),
@@ -81,6 +81,7 @@ class Ask:
       logprobs: for each request, whether the answer has log-probabilities.
       texts: log-probabilities include the token's text.
       images: of each prompt, with their patches, kept until the engine has the requests.
+      every: new tokens of an answer after which it is streamed again.
     """
 
     requests: tuple[Request, ...]
@@ -90,6 +91,7 @@ class Ask:
     logprobs: tuple[bool, ...]
     texts: bool
     images: Sequence[Placement | None] = ()
+    every: int = 1
 
 
 def generate(body: Any, tokenizer: Any, context: int, pictures: Pictures | None = None) -> Ask:
@@ -140,6 +142,7 @@ def generate(body: Any, tokenizer: Any, context: int, pictures: Pictures | None 
         logprobs=logprobs,
         texts=fields.boolean(body, "return_text_in_logprobs"),
         images=[image_data.placed(pictures, *each, context) for each in zip(prompts, seen, strict=True)],
+        every=min((_integer(p, "stream_interval", 1) for p in params), default=1),
     )
 
 
@@ -187,6 +190,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     rule(most >= 0, "max_new_tokens", "must be at least 0", most)
     rule(0 <= least <= most, "min_new_tokens", f"must be from 0 to max_new_tokens, which is {most}", least)
     rule(1 <= n <= fields.MOST_PROMPTS, "n", f"must be from 1 to {fields.MOST_PROMPTS}", n)
+    rule((every := _integer(given, "stream_interval", 1)) >= 1, "stream_interval", "must be at least 1", every)
     rule(seed is None or seed in SEEDS, "sampling_seed", "must be in [-2**63, 2**63)", seed)
     stop = fields.stops(given, "stop")
     stop_ids = given.get("stop_token_ids")

@@ -96,9 +96,9 @@ class Service:
         if ask.requests[i].routed_experts and progress.finish:  # i32[tokens but the last, layers, top_k]
             routed = np.array(progress.routed, np.int32)
             meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
+        spans = progress.versions or [(meta["weight_version"], 0, 0)]
+        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
         if progress.finish:
-            spans = progress.versions or [(meta["weight_version"], 0, 0)]
-            meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
             meta["e2e_latency"] = time.perf_counter() - start
         return {"text": progress.decoded or "", "output_ids": progress.tokens, "meta_info": meta}
 

@@ -62,7 +62,7 @@ class SGLang:
         self.service.bridge.check_room(ask.requests)
         await self.service.compile([request.sampling for request in ask.requests])
         if ask.stream:
-            return events(self._answers(ask, self.service.bridge.stream(ask.requests), start))
+            return events(self._answers(ask, self.service.bridge.stream(ask.requests, every=ask.every), start))
         done = await self.service.bridge.finish(ask.requests, disconnected(http))
         if done is None:
             return Response(status_code=499)  # nobody reads it
