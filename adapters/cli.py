@@ -23,6 +23,7 @@ from .command_line import parse
 from .command_line.options import UNPREFIXED
 from .runtime import log_lines
 
+TROUBLE = 3  # exit code of a run that --stop-on ended at an alarm or a metric that is not a number
 RECIPES = ("sft", "grpo", "preference", "distill", "prm")
 SHOWN = ("steps", "complete", "accuracy", "checkpoint", "report")  # at a run's end
 
@@ -40,10 +41,11 @@ def train(recipe: str, *options: str) -> int:
     summary = module.main(parse.parse(module.Config, options, f"areax train {recipe}", given, first))
     if isinstance(summary, dict) and summary:
         _show(_short(summary), False)
-        if summary.get("complete") is False:  # stopped by a signal; progress is saved
-            done = summary.get("steps", 0)
-            print(f"areax train {recipe}: stopped after {done} steps; the same command goes on", file=sys.stderr)
-            return 130
+        if summary.get("complete") is False:  # stopped by a signal or --stop-on; progress is saved
+            done, why = summary.get("steps", 0), summary.get("stopped_on", "")
+            words = f"stopped after {done} steps{why and f', --stop-on {why}'}"
+            print(f"areax train {recipe}: {words}; the same command goes on", file=sys.stderr)
+            return (TROUBLE if summary["trouble"] else 0) if why else 130
     return 0
 
 

@@ -52,6 +52,7 @@ from areax.recipes.shared import (
 )
 from areax.recipes.shared.giving_up import GivingUp, models
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
+from areax.recipes.shared.stop_on import StopOn
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
@@ -80,6 +81,8 @@ class Config:
         state, metrics, samples.
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       steps: batches to train on.
+      stop_on: ends the run in order once a metric says so: "METRIC>VALUE", also >=, < and <=, and with @N for N lines
+        in a row that have it; or at the first `alarm` (docs/metrics.md). Quotes keep the shell from it.
       seed: random seed of new weights, prompt order and sampling.
       env: environment in place of data and reward: `reasoning_gym:NAME`, `textarena:NAME`, `aviary:NAME`,
         `gymnasium:NAME`, `verifiers:NAME`, `openenv:ADDRESS`, `nemo_gym:ADDRESS`, or a class of yours, `file.py:CLASS`;
@@ -94,6 +97,7 @@ class Config:
     out: str = "runs/grpo"
     init: Literal["checkpoint", "random"] = "checkpoint"
     steps: int = 100
+    stop_on: tuple[str, ...] = ()
     seed: int = 0
     env: str = ""
     env_options: Annotated[str, JSON] = ""
@@ -308,7 +312,8 @@ async def train(
                 dtype=publishing.dtype(config.serving, config.training.run),
             )
         )  # fmt: skip
-        log = enter(rl_log.opened(config, config.saving, tokens, start))
+        stop_on = StopOn(config.stop_on, stop.ask, start, steps)
+        log = enter(rl_log.opened(config, config.saving, tokens, start, stop_on))
         serve = config.serving.serve.sized(config.training.length)
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
         async with probe.ahead(functools.partial(run_on_all, "probe"), probe_ids):
@@ -363,6 +368,8 @@ async def train(
             with log.terminal.step(), traced(trainer.version + 1):
                 report = train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
             giving_up.see(report)
+            if origin := report.pop("not_finite", None):
+                log.terminal.say_not_finite(trainer.version, origin[0].said(origin[1], tokens))
             report["unstopped"] = describe.unstopped([s for group in groups for s in group], ends)
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 
@@ -390,7 +397,8 @@ async def train(
             stop,
         )  # fmt: skip
         done = trainer.version
-        giving_up.check_numbers(named, done)
+        if not stop_on.summary:
+            giving_up.check_numbers(named, done)
         if seconds is not None and not online:
             giving_up.check_end(done)
         served = sorted({server.label for server in fleet.healthy})
@@ -408,4 +416,5 @@ async def train(
         "time": seconds,
         "counts": counts,
         **log.largest,
+        **stop_on.summary,
     }

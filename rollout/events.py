@@ -19,6 +19,8 @@ process loses at most its last few lines; a truncated last line is removed when 
 | push | a push | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
 | server | a change of a server's state | url, state, why |
 | options | a run that goes on with other options | version, former: the file with those before it |
+| alarm | a metric beyond its bound | step, name, rule, shown: metrics and values, what, advice |
+| not_finite | the first step with a number that is not finite | step, where: what the run says of it |
 """
 
 from __future__ import annotations

@@ -359,11 +359,13 @@ def test_histograms_with_different_numbers_of_bins_are_summed(tmp_path):
 
 def test_unhealthy_metrics_are_reported_at_the_top(tmp_path):
     lines = [
-        {"kind": "grpo", "step": i, "prob_error": 1.01 + 0.1 * (i > 7), "ess": 0.9, "reward": 1.0} for i in range(10)
+        {"kind": "grpo", "step": i, "prob_error": 1.01 + 0.1 * (i > 3), "ess": 0.9 - 0.5 * (i > 6), "reward": 1.0}
+        for i in range(10)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = build.report(tmp_path).read_text()
-    assert "prob error was above 1.05 in 2 of 10 steps of grpo, most recently at step 9" in page
-    assert "ess was" not in page and "from 0.9 to 1.1" not in page and "to 1.05" in page
+    held = "in 6 of 10 steps of grpo, alarm at 8, last 9"
+    assert f"<b>Trainer and sampler disagree about tokens</b> (prob_error 1.11) {held}" in page
+    assert "Few samples carry" not in page and "from 0.9 to 1.1" not in page and "to 1.05" in page
     for name in metric_catalog.ALARMS:
         assert name in metric_catalog.METRICS and metric_catalog.healthy(name)

@@ -56,14 +56,33 @@ def test_what_is_wrong_with_a_step_is_said_once(changes, names):
         assert len(diagnosis.of(left, before)) <= len(names)
 
 
-def test_the_terminal_says_it_at_the_first_and_the_tenth_step():
-    watch = diagnosis.Watch()
+def test_an_alarm_is_said_once_and_again_after_it_was_over():
+    """`truncated` holds at odd steps up to 9, and again from step 25 on; `ess` is given five steps."""
+    watch = diagnosis.Watch("grpo")
     healthy = {name: value for name, value in HEALTHY.items() if name not in ("nll", "preference", "divergence")}
-    said = {step: watch.see("grpo", step, {**healthy, "truncated": 0.75 if step % 2 else 0.0}) for step in range(30)}
-    assert [step for step, lines in said.items() if lines] == [1, 19]
-    (first,), (tenth,) = said[1], said[19]
-    assert first.startswith("grpo step 1: most completions end at the length limit (truncated 0.75): raise --sampling.")
-    assert "for the 10th time" in tenth and "\n" not in tenth
+    raised = {}
+    for step in range(30):
+        truncated = 0.75 if (step < 10 and step % 2) or step > 24 else 0.0
+        now = {**healthy, "truncated": truncated, "ess": 0.4 if step in (0, 1, 2, 3, 5) or step > 20 else 0.9}
+        raised |= {(step, alarm.condition.name): alarm for alarm in watch.see(step, now)}
+    assert [*raised] == [(1, "truncated"), (25, "truncated"), (25, "ess_below")]
+    line = str(raised[1, "truncated"])
+    assert line.startswith("grpo step 1: most completions end at the length limit (truncated 0.75; alarm: truncated ")
+    assert "alarm: truncated above 0.5): raise --sampling." in line and "\n" not in line
+    last = watch.alarms["truncated"]
+    assert (last.first, last.last, last.steps, last.raised) == (1, 29, 10, 2)
+    rows = [{"step": step, "kind": "grpo", "truncated": 0.75} for step in (1, 2)]
+    [alarm] = diagnosis.alarms({"grpo": rows, "eval": rows, "sft": []})
+    assert (alarm.kind, alarm.steps) == ("grpo", 2)
+
+
+def test_every_bound_of_the_catalogue_is_watched_on_both_sides():
+    for name, bounds in metric_catalog.ALARMS.items():
+        for bound, beyond in zip(bounds, (-1, 1), strict=True):
+            if bound is not None:
+                watch, now = diagnosis.Watch("grpo"), {name: bound + beyond, "effective_fraction": 0.5}
+                assert any(watch.see(step, now) for step in range(diagnosis.CRITIC)), (name, bound)
+                assert not diagnosis.of({name: bound, "effective_fraction": 0.5})
 
 
 def test_the_page_lists_every_condition_with_its_bound():

@@ -184,6 +184,16 @@ def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_
 
 
 @pytest.mark.slow
+def test_every_metric_of_a_run_can_be_named_to_stop_on(place, first):
+    lines = list(run_dir.read_lines(place / "first/metrics.jsonl"))
+    names = {name for line in lines if line["kind"] == "grpo" for name in run_dir.numbers(line)} | {"accuracy"}
+    assert len(names) > 80
+    config(place, "named", heldout=(str(place / "heldout.jsonl"),), stop_on=tuple(f"{name}>1" for name in names))
+    kinds = {alarm["kind"] for alarm in first["alarms"]}
+    assert kinds <= {"grpo"} and "stopped_on" not in first
+
+
+@pytest.mark.slow
 def test_eta_0_equals_the_synchronous_loop(place, first):
     """By hand, one request after the other and nothing beside it, come the same parameters, to the bit."""
     own, path = config(place, "by hand"), place / "by hand"

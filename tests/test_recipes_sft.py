@@ -124,7 +124,7 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     """Declared once; a recipe's own defaults and help texts prevail."""
     shared = {field.name for field in fields(offline_options.Options)}
     declared = {name for name in vars(recipe.Config)["__annotations__"] if name in shared}
-    assert declared <= {"out", "batch", "optim"} and len(shared) == 27
+    assert declared <= {"out", "batch", "optim"} and len(shared) == 28
     made = recipe.Config("model", "data")
     assert {name: getattr(made, name) for name in own} == own
     assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)

@@ -91,7 +91,7 @@ def test_a_run_ends_with_its_summary_and_report(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     ending.finish(str(tmp_path), {"steps": 1, "complete": False})
     said = json.loads((tmp_path / "summary.json").read_text())
-    assert said == {"steps": 1, "complete": False, "exports": {}, "report": str(tmp_path / "report.html")}
+    assert said == {"steps": 1, "complete": False, "exports": {}, "alarms": [], "report": str(tmp_path / "report.html")}
     assert "1 step of sft" in (tmp_path / "report.html").read_text() and not (tmp_path / "trace.json").exists()
 
 

@@ -7,17 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..tracking import diagnosis, metric_catalog
-from ..tracking import run_dir as tracker
 from . import charts, rows
 from . import html as page
 from .html import escape
-
-DIAGNOSED = {  # metrics whose healthy bound is that of a condition
-    name
-    for condition in diagnosis.CONDITIONS
-    for name, _, bound in condition.tests
-    if bound in metric_catalog.ALARMS.get(name, ())
-}
 
 Table = Mapping[str, rows.Rows]
 
@@ -40,9 +32,10 @@ def duration(seconds: float) -> str:
 def summary(summary: Mapping, table: Table) -> str:
     """Tiles with the most important results, and all results, folded."""
     tiles = "".join(_tiles(summary, table))
+    results = {name: entry for name, entry in summary.items() if name != "alarms"}  # which `look` shows
     lines = [
         (escape(_label(path)), value(path[-1], entry), escape(metric_catalog.result(path)))
-        for path, entry in _flat(summary)
+        for path, entry in _flat(results)
     ]
     return (f'<div class="tiles">{tiles}</div>' if tiles else "") + (
         page.folded("all results, as in summary.json", page.table(("result", "value", "what it means"), lines))
@@ -131,22 +124,16 @@ def _tiles(summary: Mapping, table: Table) -> Iterator[str]:
 
 def look(table: Table) -> str:
     """What was wrong with steps, and what to look at."""
-    items = [*_diagnosed(table), *_not_finite(table), *_alarms(table)]
+    items = [*_alarms(table), *_not_finite(table)]
     return f'<ul class="warnings">{"".join(f"<li>{item}</li>" for item in items)}</ul>' if items else ""
 
 
-def _diagnosed(table: Table) -> Iterator[str]:
-    """Conditions of `diagnosis` that held."""
-    for kind, steps in table.items():
-        held: dict[diagnosis.Condition, list[int]] = {}
-        now: Mapping[str, float] = {}
-        for row in steps:
-            before, now = now, tracker.numbers(row)
-            for condition in diagnosis.of(now, before):
-                held.setdefault(condition, []).append(row["step"])
-        for condition, at in held.items():
-            when = f"{len(at)} of {len(steps)} steps of {kind}, first {at[0]}, last {at[-1]}"
-            yield f"<b>{_sentence(condition.what)}</b> in {escape(when)}. {_sentence(condition.advice)}."
+def _alarms(table: Table) -> Iterator[str]:
+    """The alarms that the run has raised, by the rule by which it says them while it goes on."""
+    for alarm in diagnosis.alarms(table):
+        what = f"<b>{_sentence(alarm.condition.what)}</b> ({escape(alarm.shown)})"
+        when = f"{alarm.steps} of {len(table[alarm.kind])} steps of {alarm.kind}, alarm at {alarm.first}"
+        yield f"{what} in {escape(when)}, last {alarm.last}. {_sentence(alarm.condition.advice)}."
 
 
 def _sentence(words: str) -> str:
@@ -163,16 +150,3 @@ def _not_finite(table: Table) -> Iterator[str]:
     for (kind, name, what), at in seen.items():
         where = ", ".join(str(s) for s in at[:8]) + (f" and {len(at) - 8} more" if len(at) > 8 else "")
         yield escape(f"{metric_catalog.label(name)} was {what} in {kind} at step {where}")
-
-
-def _alarms(table: Table) -> Iterator[str]:
-    """Metrics outside their healthy range."""
-    for kind, steps in table.items():
-        for name in (name for name in metric_catalog.ALARMS if name not in DIAGNOSED):
-            found = [(r["step"], metric_catalog.alarm(name, r[name])) for r in steps if rows.is_number(r.get(name))]
-            off = [(step, words) for step, words in found if words]
-            if off:
-                share = f"{len(off)} of {len(found)} steps of {kind}, most recently at step {off[-1][0]}"
-                yield escape(
-                    f"{metric_catalog.label(name)} was {off[-1][1]} in {share}: {metric_catalog.meaning(name)}"
-                )

@@ -1,18 +1,22 @@
 """Conditions of a step in which nothing, or the wrong thing, is learnt: what happened, and what to look at.
 
-The terminal says each at its first and its tenth step, the report lists all (docs/metrics.md has the table).
+A condition that holds for as many steps as its patience is an alarm. `Watch` decides it, for the terminal while the run
+goes on, and for the summary and the report after it (docs/metrics.md has the table).
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from . import metric_catalog
+from . import metric_catalog, run_dir
 
-SAID_AT = 1, 10  # how many times a condition held when the terminal says so
+STEADY = 5  # steps in a row: patience with what few samples may show by chance
+WARM = 10  # steps in a row: patience with what the fast first steps of stale samples show
+CRITIC = 20  # steps in a row: patience with a new critic, which predicts nothing yet
+RECOVERED = 10  # steps in a row without a condition, after which it is a new alarm
 
 Metrics = Mapping[str, float]
 # relation -> f(value, bound, the step before's value or None)
@@ -35,6 +39,7 @@ class Condition:
       what: what happened.
       advice: what to look at.
       unless: names of conditions that explain this one, which is then left out.
+      patience: steps in a row that it must hold to be an alarm.
     """
 
     name: str
@@ -42,14 +47,16 @@ class Condition:
     what: str
     advice: str
     unless: tuple[str, ...] = ()
+    patience: int = 1
 
     @property
     def rule(self) -> str:
         """The tests in words: "`truncated` above 0.5"."""
-        return ", ".join(
+        tests = ", ".join(
             f"`{name}` {relation}" + (f" {bound:g}" if relation in ("is", "above", "below") else "")
             for name, relation, bound in self.tests
         )
+        return tests + (f", {self.patience} steps in a row" if self.patience > 1 else "")
 
     def holds(self, now: Metrics, before: Metrics) -> bool:
         """Whether it holds in a step with metrics `now`, after one with metrics `before`."""
@@ -59,12 +66,31 @@ class Condition:
         )
 
 
+def _beyond(name: str) -> Iterator[tuple[str, str, float]]:
+    """A metric beyond each of its bounds in `metric_catalog.ALARMS`."""
+    for relation, bound in zip(("below", "above"), metric_catalog.ALARMS[name], strict=True):
+        if bound is not None:
+            yield name, relation, bound
+
+
 def _unhealthy(name: str) -> tuple[str, str, float]:
-    """A metric with one bound in `metric_catalog.ALARMS`, beyond it."""
-    below, above = metric_catalog.ALARMS[name]
-    return (name, "above", above or 0.0) if below is None else (name, "below", below)
+    """A metric with one bound, beyond it."""
+    [test] = _beyond(name)
+    return test
 
 
+def _out_of_bounds(
+    metric: str, what: str, advice: str, unless: tuple[str, ...] = (), patience: int = STEADY
+) -> Iterator[Condition]:
+    """Conditions for a metric beyond each of its bounds."""
+    for name, relation, bound in _beyond(metric):
+        yield Condition(f"{metric}_{relation}", ((name, relation, bound),), what, advice, unless, patience)
+
+
+SMALLER = "lower --optim.lr, --epochs or --minibatches"
+APART = "trainer and sampler disagree about tokens"
+DISAGREE = "mismatch_k3_now is that of the newest weights alone: if it is small, lower --eta; else compare dtypes"
+STALE = "samples are old or the sampler computes differently: lower --eta, or widen --objective.correction"
 NOTHING = "same_reward", "no_group_teaches", "unusable", "nothing_left", "no_learnt_tokens"  # they leave no gradient
 CONDITIONS = (
     Condition(
@@ -164,6 +190,42 @@ CONDITIONS = (
         "mismatch", (_unhealthy("mismatch_k3_now"),), "trainer and server disagree about tokens of the same weights",
         "compare their dtypes and temperatures; a server may not hold the weights that it says (docs/servers.md)",
     ),
+    *_out_of_bounds(
+        "unusable_fraction", "tokens are left out: log-probabilities, values or teacher's numbers are not finite",
+        "a line says where the first was; check the weights of critic, reference and teacher (areax check)",
+        ("unusable",), 1,
+    ),
+    *_out_of_bounds(
+        "unscorable", "some completions have no reward",
+        "the reward raised or ran into --reward-timeout-s: call it on a row of --data by hand", ("unscorable",),
+    ),
+    *_out_of_bounds(
+        "aborted", "answers end with a server's error or abort",
+        "read server.log, and the lines of kind server in events.jsonl",
+    ),
+    *_out_of_bounds(
+        "repetition", "answers repeat themselves",
+        "read samples.jsonl; the reward may favour length; lower --optim.lr or raise --objective.kl.coef",
+    ),
+    *_out_of_bounds("clip_fraction", "many tokens are clipped and get no gradient", SMALLER),
+    *_out_of_bounds("ratio", "the policy leaves the proximal one within a batch", SMALLER, ("clip_fraction_above",)),
+    *_out_of_bounds("prob_error", APART, DISAGREE, ("mismatch",)),
+    *_out_of_bounds("logp_diff", APART, DISAGREE, ("mismatch", "prob_error_above")),
+    *_out_of_bounds("prob_pearson", APART, DISAGREE, ("mismatch", "prob_error_above", "logp_diff_above"), WARM),
+    *_out_of_bounds("perplexity_ratio", APART, DISAGREE, ("mismatch", "prob_error_above", "logp_diff_above")),
+    *_out_of_bounds("dropped_fraction", "the correction leaves out many tokens", STALE, ("nothing_left",)),
+    *_out_of_bounds(
+        "dropped_sequences", "the correction leaves out whole answers", STALE,
+        ("nothing_left", "dropped_fraction_above"),
+    ),
+    *_out_of_bounds("bounded_fraction", "many importance weights are bounded", STALE, ("dropped_fraction_above",)),
+    *_out_of_bounds(
+        "ess", "few samples carry most of the weight", STALE, ("dropped_fraction_above", "bounded_fraction_above")
+    ),
+    *_out_of_bounds(
+        "explained_variance", "the critic predicts worse than a constant",
+        "raise --critic.optim.lr or --critic.warmup, or start from a reward model with --critic.model", (), CRITIC,
+    ),
 )  # fmt: skip
 
 
@@ -178,22 +240,75 @@ def of(now: Metrics, before: Metrics = {}) -> list[Condition]:  # noqa: B006 - n
     return [condition for condition in held if not names & set(condition.unless)]
 
 
+@dataclass(frozen=True)
+class Alarm:
+    """A condition that held for as long as its patience.
+
+    Attributes:
+      kind: of the steps, as in metrics.jsonl.
+      shown: the metrics that raised it, in words.
+      first, last: steps at which it was raised, and held most recently.
+      steps: in how many it held, of the whole run.
+      raised: how many times it was.
+    """
+
+    condition: Condition
+    kind: str
+    shown: str
+    first: int
+    last: int
+    steps: int
+    raised: int = 1
+
+    def __str__(self) -> str:
+        rule = self.condition.rule.replace("`", "")
+        return (
+            f"{self.kind} step {self.last}: {self.condition.what} ({self.shown}; alarm: {rule}): "
+            f"{self.condition.advice}"
+        )
+
+
 class Watch:
-    """Watches a run's steps; `see` returns what to say on the terminal."""
+    """Watches the steps of a kind.
 
-    def __init__(self) -> None:
-        self._count: collections.Counter[str] = collections.Counter()
-        self._before: Metrics = {}
+    Attributes:
+      alarms: all so far, by the names of their conditions.
+    """
 
-    def see(self, kind: str, step: int, now: Metrics) -> list[str]:
-        """The lines to print after a step."""
-        lines = []
-        for condition in of(now, self._before):
-            self._count[condition.name] += 1
-            if self._count[condition.name] in SAID_AT:
-                shown = ", ".join(f"{name} {now[name]:.4g}" for name, *_ in condition.tests)
-                times = self._count[condition.name]
-                again = "" if times == 1 else f", for the {times}th time; the report counts the rest"
-                lines.append(f"{kind} step {step}: {condition.what} ({shown}){again}: {condition.advice}")
-        self._before = now
-        return lines
+    def __init__(self, kind: str):
+        self.alarms: dict[str, Alarm] = {}
+        self._kind, self._before = kind, dict[str, float]()
+        self._held, self._row, self._free = (collections.Counter[str]() for _ in range(3))
+        self._on: set[str] = set()
+
+    def see(self, step: int, now: Metrics) -> list[Alarm]:
+        """The alarms that a step with these metrics raises."""
+        new, held = [], {condition.name for condition in of(now, self._before)}
+        self._before = dict(now)
+        for condition in CONDITIONS:
+            name = condition.name
+            if name not in held:
+                self._row[name], self._free[name] = 0, self._free[name] + 1
+                if self._free[name] >= RECOVERED:
+                    self._on.discard(name)
+                continue
+            self._held[name], self._row[name], self._free[name] = self._held[name] + 1, self._row[name] + 1, 0
+            former = self.alarms.get(name)
+            if former:
+                self.alarms[name] = replace(former, last=step, steps=self._held[name])
+            if name not in self._on and self._row[name] >= condition.patience:
+                self._on.add(name)
+                shown = ", ".join(f"{metric} {now[metric]:.4g}" for metric, *_ in condition.tests)
+                first, raised = (former.first, former.raised + 1) if former else (step, 1)
+                self.alarms[name] = Alarm(condition, self._kind, shown, first, step, self._held[name], raised)
+                new.append(self.alarms[name])
+        return new
+
+
+def alarms(table: Mapping[str, Sequence[Mapping]]) -> list[Alarm]:
+    """The alarms of a run's steps, given {kind: its lines of metrics.jsonl by increasing step}."""
+    watches = {kind: Watch(kind) for kind in table if kind != "eval"}
+    for kind, watch in watches.items():
+        for line in table[kind]:
+            watch.see(line["step"], run_dir.numbers(line))
+    return [alarm for watch in watches.values() for alarm in watch.alarms.values()]

@@ -483,8 +483,9 @@ COUNTED = {
     "request_retries", "retries", "reward_retries", "samples", "skipped", "tokens", "too_long",
 }  # fmt: skip
 
-# Values below or above these bounds trigger an alarm. Bounds on agreement are other systems' release criteria:
-# prob_error and prob_pearson of NeMo RL and verl, logp_diff of slime, mismatch_k3_now of prime-rl.
+# Values below or above these bounds raise an alarm, after as many steps as `diagnosis.CONDITIONS` says. Bounds on
+# agreement are other systems' release criteria: prob_error and prob_pearson of NeMo RL and verl, logp_diff of slime,
+# mismatch_k3_now of prime-rl.
 ALARMS = {
     "aborted": (None, 0.05),
     "bounded_fraction": (None, 0.1),
@@ -535,6 +536,9 @@ SUMMARY = {
     "steps": "updates of this run",
     "complete": "whether all steps were trained, and the last version pushed, evaluated and exported",
     "accuracies": "held-out accuracy by version",
+    "stopped_on": "the --stop-on rule that ended the run, and why",
+    "trouble": "whether an alarm, or a metric that is not a number, ended it (exit code 3)",
+    "alarms": "alarms of the steps, with what happened, how often and when",
     "rl_steps": "batches consumed by RL",
     "version": "policy version at the end",
     "server_version": "policy version reported by the server at the end; must equal the trainer's",
@@ -644,14 +648,6 @@ def meaning(name: str) -> str:
     if phase != name:
         return f"seconds: {PHASES[phase][1]}" if phase in PHASES else f"seconds spent on {label(phase)}"
     return UNKNOWN
-
-
-def alarm(name: str, value: float) -> str:
-    """Returns "below 0.5" or "above 0.1" if a value is outside its bounds in `ALARMS`, else ""."""
-    below, above = ALARMS.get(name, (None, None))
-    if below is not None and value < below:
-        return f"below {below:g}"
-    return f"above {above:g}" if above is not None and value > above else ""
 
 
 def healthy(name: str) -> str:

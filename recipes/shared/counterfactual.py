@@ -84,7 +84,7 @@ def train(both: tuple[Side, Side], groups: list[list[Sample]]) -> tuple[dict, di
     return reports[0], figures
 
 
-def _observed(side: Side, found: list, batches, scalars, seen) -> tuple[dict, list] | None:
+def _observed(side: Side, found: list, batches, scalars, seen) -> tuple | None:
     """`train_packed`, after the gradient of the first minibatch is put into `found`."""
     trainer = side.trainer
     with jax.set_mesh(trainer.mesh):

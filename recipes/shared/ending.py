@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from areax.adapters import hf
-from areax.adapters.report import build
+from areax.adapters.report import build, rows
 from areax.adapters.runtime import hub
-from areax.adapters.tracking import run_dir
+from areax.adapters.tracking import diagnosis, run_dir
 from areax.parallel.multihost import liveness
 from areax.recipes.shared import notebook
 from areax.rollout import object_path
@@ -125,9 +125,14 @@ def exports(out: str | os.PathLike) -> dict[str, str]:
 
 
 def finish(out: str, summary: dict) -> None:
-    """Writes `out`/summary.json and `out`/report.html, which is added to `summary` with `exports`; a disk too full for
-    the report is only a warning."""
-    summary |= {"exports": exports(out), "report": str(Path(out) / "report.html")}
+    """Writes `out`/summary.json and `out`/report.html, which is added to `summary` with `exports` and `alarms`; a disk
+    too full for the report is only a warning."""
+    alarms = [
+        {"name": alarm.condition.name, "kind": alarm.kind, "what": alarm.condition.what}
+        | {name: getattr(alarm, name) for name in ("shown", "first", "last", "steps", "raised")}
+        for alarm in diagnosis.alarms(rows.read(Path(out) / run_dir.METRICS))
+    ]
+    summary |= {"exports": exports(out), "alarms": alarms, "report": str(Path(out) / "report.html")}
     run_dir.write_json(Path(out) / run_dir.SUMMARY, summary)
     try:
         build.report(out, trace=False)

@@ -32,6 +32,7 @@ from areax.recipes.shared import (
     learner,
     many_rows,
     microbatch,
+    not_finite,
     notebook,
     packer,
     profiling,
@@ -43,6 +44,7 @@ from areax.recipes.shared import (
 )
 from areax.recipes.shared.giving_up import GivingUp
 from areax.recipes.shared.learner import Learner, train_step
+from areax.recipes.shared.stop_on import StopOn
 from areax.rollout.chat import conversation, images
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.types import Sample
@@ -237,7 +239,6 @@ def fit(
         [batch] = vision.attach(reading, [packed_as(made, limit.rows)], [vision.of(made)])
         return batch
 
-    said = terminal.Terminal(kind)
     prepare, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
 
     with (
@@ -273,12 +274,21 @@ def fit(
             if not complete and not quiet:
                 resume.write_options(config, start, tokens)
             last = {} if quiet else run_dir.logged(out, kind, start)
+            stop_on = StopOn(() if quiet else config.stop_on, stop.ask, start, config.steps)
+            said = terminal.Terminal(kind, stop_on, None if quiet else out)
             pending: tuple | None = None  # the newest step, whose metrics may still be computed
+            looked = False  # whether a number that is not finite was looked for
 
-            def report():
-                nonlocal pending
+            def report(trace: bool = True):
+                nonlocal pending, looked
                 if pending:
-                    (i, values, count, learnt, more), pending = pending, None
+                    (i, values, count, learnt, more, read, made), pending = pending, None
+                    if trace and not looked and not_finite.seen(values):
+                        looked = True
+                        raw = beside(batches.batch(read, mesh))
+                        if origin := not_finite.find(own, [raw], [learner.prepared(own, raw)]):
+                            rows_of = range((i - 1) * config.batch, i * config.batch)
+                            said.say_not_finite(i, origin.said([made], tokens, rows_of))
                     last.clear()
                     last.update(metrics.to_dict(values), learnt_tokens=learnt, **more)
                     tick(i, tokens=count, loss=last["loss"])
@@ -287,15 +297,16 @@ def fit(
                     run.log(kind, i, **last)
 
             def leave():
-                report()
+                report(trace=False)  # another process may have failed
                 save()
                 store.wait()
 
-            def packed(rows: Any, indices: Sequence[int]) -> Batch:
-                """The batch of the rows at these indices. If they cannot be read, the state before is saved."""
+            def packed(rows: Any, indices: Sequence[int]) -> tuple[Batch, Sequence[Sample]]:
+                """The batch of the rows at these indices, and its samples. If they cannot be read, the state before is
+                saved."""
                 with processes.failing_together(leave):
                     made = samples([rows[index] for index in indices])
-                return pack(made)
+                return pack(made), made
 
             def evaluate() -> bool:
                 """Logs the metrics of the held-out rows. False = a signal ended it, and nothing was logged."""
@@ -304,7 +315,7 @@ def fit(
                     for i in range(0, len(heldout), config.batch):
                         if processes.anyone(stop.asked)[0]:
                             return False
-                        read = packed(heldout, range(i, min(i + config.batch, len(heldout))))
+                        read, _ = packed(heldout, range(i, min(i + config.batch, len(heldout))))
                         batch = beside(batches.batch(read, mesh))
                         seen = learner.scored(own, batch) if own.objective.needs_scores else None
                         new = loss(own.state.params, prepare(batch, seen), *own.frozen)
@@ -314,6 +325,7 @@ def fit(
                 values = {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
                 last.update(values)
                 run.log(kind, done, **values)
+                stop_on.see(done, run_dir.numbers(values))
                 return True
 
             saved_at, stopped = time.monotonic(), False
@@ -322,7 +334,7 @@ def fit(
                 for i in range(start, config.steps):
                     giving_up.check_numbers("the weights of --model and --teacher, and rows")
                     ordinals = range(i * config.batch, (i + 1) * config.batch)
-                    batch = packed(prompts, ordinals)
+                    batch, made = packed(prompts, ordinals)
                     agreement.same(f"rows of step {i + 1}", batch=batch)
                     overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
                     # of several processes each waits here for the step before
@@ -334,7 +346,7 @@ def fit(
                         ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
                         assert limit is not None  # since the first batch was packed
                         while not microbatch.fits(config, own, ready, limit):
-                            batch = packed(prompts, ordinals)
+                            batch, made = packed(prompts, ordinals)
                             ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
                         now = computed(train_step(own, ready))
                     report()  # one step behind, so that the host prepares while the device computes
@@ -342,7 +354,9 @@ def fit(
                     more["filled"] = packing.filled(batch)
                     if config.trie != "off":
                         more["trie_ratio"] = packing.trie_ratio(batch)
-                    done, pending = i + 1, (i + 1, now, *counts, more)
+                    done, pending = i + 1, (i + 1, now, *counts, more, batch, made)
+                    if config.stop_on:  # which ends the run after the very step
+                        report()
                     if heldout and config.evaluate_every and done % config.evaluate_every == 0:
                         report()
                         with compile_time.left_out():
@@ -352,10 +366,13 @@ def fit(
                         report()  # first: a state that is saved has its line, whenever the run is killed
                         save()
                         saved_at = time.monotonic()
-            finally:
                 report()
-            giving_up.check_numbers("the weights of --model and --teacher, and rows", done)
-            stopped = stopped or processes.anyone(stop.asked)[0]
+            finally:
+                report(trace=False)
+            asked, by_rule = processes.anyone(stop.asked, bool(stop_on.summary))
+            stopped = stopped or asked
+            if not by_rule:
+                giving_up.check_numbers("the weights of --model and --teacher, and rows", done)
             if heldout and not stopped:  # a run that goes on evaluates then
                 save()
                 stopped = not evaluate()
@@ -364,7 +381,7 @@ def fit(
         summary = {
             "checkpoint": str(checkpoint), "steps": done, "complete": not stopped,
             "seconds": time.monotonic() - began,
-            **{k: v for k, v in last.items() if isinstance(v, float)},
+            **{k: v for k, v in last.items() if isinstance(v, float)}, **stop_on.summary,
         }  # fmt: skip
         store.wait()  # a summary must not say complete if the state does not fit on the disk
         if not quiet:

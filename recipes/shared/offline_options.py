@@ -11,7 +11,7 @@ from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import profiling, ranges
+from areax.recipes.shared import profiling, ranges, stop_on
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.packer import Trie
 from areax.recipes.shared.rows import Bad
@@ -49,6 +49,8 @@ class Options:
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; fewer than there are = the first ones.
+      stop_on: ends the run in order once a metric says so: "METRIC>VALUE", also >=, < and <=, and with @N for N lines
+        in a row that have it; or at the first `alarm` (docs/metrics.md). Quotes keep the shell from it.
       save_every: steps between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       evaluate_every: steps between evaluations; 0 = only at the end.
@@ -79,6 +81,7 @@ class Options:
     balance: Balance = Balance()
     run: models.Run = models.Run()
     mesh: Layout = Layout()
+    stop_on: tuple[str, ...] = ()
     save_every: int = 0
     save_minutes: float = 30.0
     evaluate_every: int = 0
@@ -97,6 +100,7 @@ class Options:
             *ranges.moved_bias(self.balance, self.lora),
             *ranges.narrow_adapters(self.optim, self.lora),
             *ranges.towers(self.vision, self.optim, self.lora),
+            *stop_on.offline_conflicts(self),
         ):
             raise ValueError(reason)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)

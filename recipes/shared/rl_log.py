@@ -9,6 +9,7 @@ from areax.adapters.runtime import compile_time
 from areax.adapters.tracking import progress, run_dir, sinks
 from areax.recipes.shared import describe, evaluation, terminal
 from areax.recipes.shared.rl_options import Saving
+from areax.recipes.shared.stop_on import StopOn
 from areax.rollout import events, loop, rewards
 from areax.rollout.client import Fleet
 from areax.rollout.fleet import step_metrics
@@ -30,7 +31,7 @@ class Log:
       terminal: what the run says on stderr.
     """
 
-    def __init__(self, run: run_dir.Run, tick, tokens, saving: Saving):
+    def __init__(self, run: run_dir.Run, tick, tokens, saving: Saving, stop_on: StopOn):
         self.evaluations: dict[int, dict[str, float | None]] = {}
         self.largest: dict[str, float] = {}
         for line in run_dir.read_lines(run.path / run_dir.METRICS):  # of before a resume
@@ -39,7 +40,7 @@ class Log:
                 self.evaluations[line["step"]] = {name: value for name, value in line.items() if name not in beside}
             self._enlarge(line)
         self.offload_s: float | None = None
-        self.terminal = terminal.Terminal("grpo")
+        self.terminal = terminal.Terminal("grpo", stop_on, run.path)
         self._run, self._tick, self._tokens, self._saving = run, tick, tokens, saving
 
     @contextlib.contextmanager
@@ -88,6 +89,10 @@ class Log:
         """
         self.evaluations[v] = evaluation.combined(sets)
         self._run.log("eval", v, **self.evaluations[v], server_version=self._fleet.version)
+        held = {
+            name: x for name, x in self.evaluations[v].items() if "/" in name or name.startswith(("accuracy", "pass@"))
+        }
+        self.terminal.stop_on.see(v, run_dir.numbers(held))
         if (accuracy := self.evaluations[v]["accuracy"]) is not None:
             progress.say(f"grpo version {v}: accuracy {accuracy:.4g} on {evaluation.counted(self.evaluations[v])}")
         if self._saving.samples_every:
@@ -96,7 +101,7 @@ class Log:
 
 
 @contextlib.contextmanager
-def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
+def opened(config, saving: Saving, tokens, start: int, stop_on: StopOn) -> Iterator[Log]:
     """Opens the log of a run in `config.out` at version `start`; drops what was logged beyond it."""
     out = Path(config.out)
     with contextlib.ExitStack() as stack:
@@ -105,4 +110,4 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
         run = enter(run_dir.open_run(out, keep={"grpo": start, "eval": evaluated}))
         enter(events.writing(out / chrome_trace.EVENTS))
         tick = enter(progress.steps("grpo", max(config.steps, start), start=start, now=compile_time.clock))
-        yield Log(run, tick, tokens, saving)
+        yield Log(run, tick, tokens, saving, stop_on)

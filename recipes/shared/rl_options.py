@@ -15,7 +15,7 @@ from areax.core.critic import Critic
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import evaluation, ranges
+from areax.recipes.shared import evaluation, ranges, stop_on
 from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.packer import Trie
 from areax.recipes.shared.rows import Bad
@@ -252,6 +252,7 @@ def conflicts(config: Any) -> Iterator[str]:
     yield from _server_conflicts(config)
     yield from _training_conflicts(config)
     yield from _teacher_conflicts(config.training, config.rollout.sampling)
+    yield from stop_on.rl_conflicts(config)
 
 
 def _out_of_range(config: Any) -> Iterator[str]:

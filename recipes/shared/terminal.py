@@ -6,8 +6,11 @@ from pathlib import Path
 
 import jax
 
+from areax.adapters.report import rows
 from areax.adapters.runtime import compile_time, malloc
 from areax.adapters.tracking import diagnosis, progress, run_dir
+from areax.recipes.shared.stop_on import StopOn
+from areax.rollout import events
 
 
 def phase(words: str) -> contextlib.AbstractContextManager[None]:
@@ -26,11 +29,15 @@ class Terminal:
 
     Args:
       kind: `kind` of the run's steps, which begins each line.
+      stop_on: ends the run when a metric demands it.
+      out: directory of the run; alarms of its former steps are not said again.
     """
 
-    def __init__(self, kind: str):
-        self.kind = kind
-        self._watch, self._first = diagnosis.Watch(), True
+    def __init__(self, kind: str, stop_on: StopOn | None = None, out: Path | None = None):
+        self.kind, self.stop_on = kind, stop_on or StopOn()
+        self._watch, self._first = diagnosis.Watch(kind), True
+        for line in rows.read(out / run_dir.METRICS).get(kind, ()) if out else ():
+            self._watch.see(line["step"], run_dir.numbers(line))
         self._waiting = contextlib.ExitStack()
 
     def counting(self, words: str) -> contextlib.AbstractContextManager[Callable[..., None]]:
@@ -63,9 +70,20 @@ class Terminal:
         if jax.process_index() == 0:
             progress.say(f"{self.kind} compiled {'' if first else 'another shape of rows '}in {seconds:.1f} s")
 
-    def look(self, step: int, values: dict) -> None:
-        """Says in which way a step taught nothing, or the wrong thing, at the first and the tenth such step."""
-        lines = self._watch.see(self.kind, step, run_dir.numbers(values))
+    def say_not_finite(self, step: int, where: str) -> None:
+        """Says, in the first process, where a number first was not finite."""
         if jax.process_index() == 0:
-            for line in lines:
-                progress.say(line)
+            progress.say(f"{self.kind} step {step}: {where}")
+            events.emit("not_finite", step=step, where=where)
+
+    def look(self, step: int, values: dict) -> None:
+        """Says in which way a step taught nothing, or the wrong thing, once that is an alarm (`diagnosis.Watch`)."""
+        numbers = run_dir.numbers(values)
+        alarms = self._watch.see(step, numbers)
+        for alarm in alarms if jax.process_index() == 0 else ():
+            progress.say(str(alarm))
+            events.emit(
+                "alarm", step=step, name=alarm.condition.name, rule=alarm.condition.rule, shown=alarm.shown,
+                what=alarm.condition.what, advice=alarm.condition.advice,
+            )  # fmt: skip
+        self.stop_on.see(step, numbers, alarms)

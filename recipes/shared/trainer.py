@@ -18,7 +18,17 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, learner, microbatch, packer, score_head, terminal, vision
+from areax.recipes.shared import (
+    common,
+    describe,
+    learner,
+    microbatch,
+    not_finite,
+    packer,
+    score_head,
+    terminal,
+    vision,
+)
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -45,6 +55,7 @@ class Trainer:
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
       control: coefficients that adapt from batch to batch.
+      traced: whether a number that is not finite was looked for, which is done once.
     """
 
     options: Training
@@ -59,6 +70,7 @@ class Trainer:
     teacher: FrozenModel | None = None
     version: int = 0
     control: dict[str, float] = field(default_factory=dict)
+    traced: bool = False
 
 
 def build(
@@ -195,7 +207,7 @@ def restore(trainer: Trainer, store: orbax.Store):
 def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable | None = None) -> dict:
     """Packs a batch, scores it at the current weights and takes its optimiser steps.
 
-    Returns metrics, and "groups" to show.
+    Returns metrics, "groups" to show, and "not_finite", where a number first was not, after the first such step.
 
     Args:
       run: calls `train_packed` with the arguments behind the trainer, in all processes of the job. The groups are known
@@ -216,7 +228,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     while learnt is None:
         batches = [trainer.pack(part, trainer.limit.rows, needs) for part in samples]
         learnt = (run or functools.partial(train_packed, trainer))(batches, scalars, [*map(vision.of, samples)])
-    report, scored = learnt
+    report, scored, origin = learnt
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
     values["filled"] = packing.filled(*batches)
@@ -234,12 +246,12 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     if "kl_coef" in trainer.control and "kl" in values:
         trainer.control["kl_coef"] = options.objective.kl.adapt(trainer.control["kl_coef"], values["kl"])
     traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
-    return {**values, "groups": [traced]}
+    return {**values, "groups": [traced]} | ({"not_finite": (origin, samples)} if origin else {})
 
 
 def train_packed(
     trainer: Trainer, batches: list[Batch], scalars: dict[str, float], seen: Sequence[vision.Images] = ()
-) -> tuple[dict, list] | None:
+) -> tuple[dict, list, not_finite.Origin | None] | None:
     """The part of `train_on_batch` that every process of a job runs, with the same arrays; returns as `learn`.
 
     Args:
@@ -265,13 +277,14 @@ def placed(
     return [placement.batch(batch, trainer.mesh) for batch in batches]
 
 
-def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
+def learn(trainer: Trainer, batches: list) -> tuple[dict, list, not_finite.Origin | None] | None:
     """Takes a batch's optimiser steps, in `epochs` passes over its minibatches.
 
     Returns:
-      (metrics, logps): merged metrics, with the critic's prefixed "critic_" if the policy has the same name; the
-      log-probabilities of each minibatch before the first step, empty if the objective needs no scores. None if nothing
-      was done: the first step does not fit the devices, and `trainer.limit` is less now.
+      (metrics, logps, origin): merged metrics, with the critic's prefixed "critic_" if the policy has the same name;
+      the log-probabilities of each minibatch before the first step, empty if the objective needs no scores; the first
+      number that is not finite, once. None if nothing was done: the first step does not fit the devices, and
+      `trainer.limit` is less now.
     """
     policy, critic, options = trainer.policy, trainer.critic, trainer.options
     ready, scores = prepared(trainer, batches)
@@ -289,7 +302,11 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
                 for name, x in of_critic.items()
             }
         report = jax.block_until_ready(common.merge(report, new) if report else new)
-    return report, [placement.host(score.logp_BT) for score in scores if score is not None]
+    origin = None
+    if not trainer.traced and not_finite.seen(report):
+        trainer.traced = True
+        origin = not_finite.find(policy, batches, ready, critic)
+    return report, [placement.host(score.logp_BT) for score in scores if score is not None], origin
 
 
 def prepared(trainer: Trainer, batches: Sequence[Batch]) -> tuple[list[Batch], list]:
