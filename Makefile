@@ -27,6 +27,7 @@ agentlightning := .venv-agentlightning
 site := .venv-docs
 llamacpp := .venv-llama-cpp
 skypilot := .venv-skypilot
+browser := .venv-browser
 compilers := .venv-compilers
 smollm2 := .cache/smollm2
 
@@ -328,6 +329,23 @@ $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json packa
 	@$(clients)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@mkdir -p $(clients)/npm && cp $(filter-out $<,$^) $(clients)/npm
 	@cd $(clients)/npm && npm ci --silent --no-audit --no-fund
+	@touch $@
+
+.PHONY: test-browser
+test-browser: export PYTHONPATH := $(CURDIR)/.dev
+test-browser: export AREAX_BROWSER := 1
+test-browser: export PLAYWRIGHT_BROWSERS_PATH := $(CURDIR)/$(browser)/browsers
+test-browser: $(dev) $(browser)/.done ## follow runs in a real Chromium, wide and narrow, as `areax report --serve` shows them (installs it: 0.4 GB)
+	$(browser)/bin/python -m pytest -q tests/browser
+
+$(browser)/.done: tests/browser/requirements.txt
+	@echo "installing Playwright and Chromium into $(browser): a minute, once"
+	@$(PYTHON) -m venv $(browser)
+	@$(browser)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@[ -n "$$AREAX_CHROMIUM" ] || $(browser)/bin/python -m playwright install --only-shell chromium \
+	  > $(browser)/install.log 2>&1 || { echo "make: test-browser needs Chromium, which Playwright could not fetch" \
+	  "($(browser)/install.log); name another, AREAX_CHROMIUM=/usr/bin/chromium (Debian: apt install chromium)" >&2; exit 2; }
+	@$(py) $(purelib) > "$$($(browser)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 .PHONY: test-environments

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from inspect import cleandoc
+from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import tyro
@@ -324,16 +325,24 @@ def eval(*options: str) -> int:
 
 def report(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = "",
     out: str | None = None,
+    serve: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 6006,
     tensorboard: str = "",
     wandb: str = "",
     trackio: str = "",
 ) -> int:
-    """Write an HTML report with curves, histograms and samples of a run.
+    """Write an HTML report with curves, histograms and samples of a run, or follow it in a browser with --serve.
 
     Args:
       run: directory of a run, such as runs/demo.
+      other: with --serve, another run: its curves are drawn over those of the first.
       out: file to write; None = report.html in the run's directory.
+      serve: serve the page, which follows the run while it goes on, and writes nothing (docs/metrics.md).
+      host: with --serve, address to listen on; one that other machines can reach needs a key in AREAX_REPORT_KEY.
+      port: with --serve; 0 = any free port.
       tensorboard: folder to export metrics to as TensorBoard event files, replacing those in it.
       wandb: Weights & Biases project to export metrics to.
       trackio: trackio project to export metrics to.
@@ -341,6 +350,18 @@ def report(
     from .report import build as report
     from .tracking import sinks
 
+    if serve:
+        from ..recipes import recorded_samples
+        from ..rollout.processes import keys
+        from .report import live
+
+        if out or tensorboard or wandb or trackio:
+            raise ValueError("report: --serve writes nothing; leave out --out, --tensorboard, --wandb and --trackio")
+        paths = [Path(path) for path in (run, other) if path]
+        live.serve(paths, recorded_samples.Samples, host=host, port=port, key=keys.read(keys.REPORT))
+        return 0
+    if other:
+        raise ValueError(f"report: a second run, {other}, needs --serve: a page is of one run")
     if tensorboard or wandb or trackio:
         sinks.copy(run, tensorboard=tensorboard, wandb=wandb, trackio=trackio)
     print(report.report(run, out))

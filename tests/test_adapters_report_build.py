@@ -183,10 +183,10 @@ def test_a_sample_shows_every_token_with_logp_version_and_gap(text):
     at = text[text.index("grpo step 1: 3 samples, mean reward 0.5") :]
     assert at.count(html.escape(NASTY)) > 3 and "–" in page.said("dd")  # the reward that is not a number
     first, second = tokens_of(at)[:2]
-    assert first == ("v0 up", "--p:0.062;--g:0.5;", "log-probability -0.25 (77.9%) · version 0, 1 behind · "
-                     "trainer − sampler 0.001")  # fmt: skip
-    assert second[0] == "v1 down" and "version 1 · trainer − sampler -1e-7" in second[2] and "--g:0;" in second[1]
-    for mode in ("logp", "version", "gap"):
+    assert first == ("v0 up gain", "--p:0.062;--g:0.5;--a:0.25;", "log-probability -0.25 (77.9%) · version 0, 1 behind "
+                     "· trainer − sampler 0.001 · advantage 0.5")  # fmt: skip
+    assert second[0] == "v1 down gain" and "version 1 · trainer − sampler -1e-7" in second[2] and "--g:0;" in second[1]
+    for mode in ("logp", "version", "gap", "advantage"):
         assert f'name="colour" value="{mode}"' in text and f"[value={mode}]:checked" in text
     assert "Answer as text" not in text  # it is that of the tokens
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..tracking import metric_catalog
 from ..tracking import run_dir as tracker
@@ -16,6 +19,22 @@ from .html import escape
 FEWEST = 3  # points of a chart; fewer are numbers
 OPEN = "summary", "look", "learning"  # sections that are not folded at first
 MAIN_CHARTS = 6  # of a section; further ones are folded
+OTHER = "Other"  # the group of metrics that no chart is of
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the page shows of a run.
+
+    Attributes:
+      table: {kind: rows by increasing step}.
+      summary, config: of its files; {} without.
+    """
+
+    name: str
+    table: Mapping[str, rows.Rows]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
@@ -42,26 +61,49 @@ def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
 
 
 def _page(run_dir: pathlib.Path, trace: bool) -> str:
-    summary, config = _object(run_dir / tracker.SUMMARY), _object(run_dir / tracker.CONFIG)
     table = rows.read(run_dir / tracker.METRICS) | rows.read(run_dir / tracker.REPLAY)
-    sections = [
-        ("summary", "Summary", results.summary(summary, table)),
-        ("look", "What to look at", results.look(table)),
-        *_curves(table),
-        ("distributions", "Distributions", _distributions(table)),
-        ("time", "Time", _time(table) + (_servers(chrome_trace.file(run_dir)) if trace else "")),
-        ("samples", "Samples", samples.samples(run_dir / tracker.SAMPLES)),
-        ("numbers", "All metrics", _numbers(table)),
-        ("configuration", "Configuration", _configuration(config)),
-    ]
+    name, summary, config = run_dir.resolve().name, json_object(run_dir / tracker.SUMMARY), run_dir / tracker.CONFIG
+    busy = (lambda: _servers(chrome_trace.file(run_dir))) if trace else str
+    made = sections([Run(name, table, summary, json_object(config))], busy)
+    made["samples"] = "Samples", lambda: samples.samples(run_dir / tracker.SAMPLES)
     return page.document(
-        title=run_dir.resolve().name,
+        title=name,
         subtitle=results.subtitle(summary, table),
-        sections=[(name, title, body, name in OPEN) for name, title, body in sections if body],
+        sections=[(id_, title, body, id_ in OPEN) for id_, (title, make) in made.items() if (body := make())],
     )
 
 
-def _object(path: pathlib.Path) -> dict:
+def sections(runs: Sequence[Run], busy: Callable[[], str] = str) -> dict[str, tuple[str, Callable[[], str]]]:
+    """{id: (heading, function that makes the body, "" without data)} of all sections but that of samples, which is
+    empty. Several runs share their curves; of the rest each has its own.
+
+    Args:
+      busy: makes what stands behind the table of times.
+    """
+    made: dict[str, tuple[str, Callable[[], str]]] = {
+        "summary": ("Summary", lambda: _each(runs, lambda run: results.summary(run.summary, run.table))),
+        "look": ("What to look at", lambda: _each(runs, lambda run: results.look(run.table))),
+    }
+    for group in metric_catalog.GROUPS:
+        made[group.lower()] = group, functools.partial(_curves, runs, group)
+    return made | {
+        "distributions": ("Distributions", lambda: _each(runs, lambda run: _distributions(run.table))),
+        "time": ("Time", lambda: _each(runs, lambda run: _time(run.table)) + busy()),
+        "samples": ("Samples", str),
+        "numbers": ("All metrics", lambda: _each(runs, lambda run: _numbers(run.table))),
+        "configuration": ("Configuration", lambda: _each(runs, lambda run: _configuration(run.config))),
+    }
+
+
+def _each(runs: Sequence[Run], body: Callable[[Run], str]) -> str:
+    """What `body` makes of each run, behind its name if there are several."""
+    if len(runs) == 1:
+        return body(runs[0])
+    return "".join(f"<h3>{escape(run.name)}</h3>{made}" for run in runs if (made := body(run)))
+
+
+def json_object(path: pathlib.Path) -> dict:
+    """A file's JSON object; {} without the file. Raises ValueError for anything else."""
     if not path.exists():
         return {}
     try:
@@ -76,31 +118,38 @@ def _object(path: pathlib.Path) -> dict:
 # ---------------------------------------------------------------- curves
 
 
-def _curves(table):
-    """Sections (id, title, body), one per group of charts; constant metrics become a line of text."""
-    cards: dict[str, list[str]] = {group: [] for group in metric_catalog.GROUPS}
-    still: dict[str, list[str]] = {group: [] for group in metric_catalog.GROUPS}
-    for kind, chart, names, steps in _charts(table):
-        values = [rows.values(steps, name) for name in names]
+def _curves(runs: Sequence[Run], group: str) -> str:
+    """The charts of a group; constant metrics become a line of text."""
+    cards: list[str] = []
+    still: list[str] = []
+    for kind, chart, lines in _charts(runs, group):
+        values = [rows.values(steps, name) for _, name, steps in lines]
         if len(values[0]) > 1 and all(len(set(v)) == 1 for v in values):
-            still[chart.group] += [
-                f"<li>{escape(metric_catalog.label(n))} <b>{charts.number(v[0])}</b> "
-                f"at every step of {escape(kind)}: {escape(metric_catalog.meaning(n))}</li>"
-                for n, v in zip(names, values, strict=True)
+            still += [
+                f"<li>{escape(_line(runs, run, name))} <b>{charts.number(v[0])}</b> "
+                f"at every step of {escape(kind)}: {escape(metric_catalog.meaning(name))}</li>"
+                for (run, name, _), v in zip(lines, values, strict=True)
             ]
             continue
-        series = [charts.Series(metric_catalog.label(n), rows.points(steps, n)) for n in names]
+        alone = len({name for _, name, _ in lines}) == 1  # the title says which
+        series = [
+            charts.Series(run if alone and len(runs) > 1 else _line(runs, run, name), rows.points(steps, name))
+            for run, name, steps in lines
+        ]
         if max(map(len, values)) < FEWEST:
             picture = "".join(map(_few, series))
         else:
             picture = charts.curves(series, log=chart.log, zero=chart.zero, y_range=chart.y_range)
-        cards[chart.group].append(page.card(chart.title, kind, chart.meaning, picture))
-    for group, found in cards.items():
-        body = page.cards(found, MAIN_CHARTS)
-        if still[group]:
-            body += f'<ul class="still">{"".join(still[group])}</ul>'
-        lead = f'<p class="lead">{escape(metric_catalog.GROUPS[group])}</p>'
-        yield group.lower(), group, lead + body if body else ""
+        cards.append(page.card(chart.title, kind, chart.meaning, picture))
+    body = page.cards(cards, MAIN_CHARTS)
+    if still:
+        body += f'<ul class="still">{"".join(still)}</ul>'
+    return f'<p class="lead">{escape(metric_catalog.GROUPS[group])}</p>{body}' if body else ""
+
+
+def _line(runs: Sequence[Run], run: str, name: str) -> str:
+    """The name of a curve."""
+    return f"{run}: {metric_catalog.label(name)}" if len(runs) > 1 else metric_catalog.label(name)
 
 
 def _few(series: charts.Series) -> str:
@@ -112,19 +161,37 @@ def _few(series: charts.Series) -> str:
     return f'<p class="numbers">{words}<small>{escape(series.name)}, {where}</small></p>'
 
 
-def _charts(table):
-    """(kind, chart, its logged metrics, rows): the catalogued charts, then one for each other metric."""
-    for chart in metric_catalog.CHARTS:
-        for kind, steps in table.items():
-            names = [name for name in chart.names if rows.values(steps, name)]
-            if names and not rows.values(steps, chart.unless):
-                yield kind, chart, names, steps
+def _charts(runs: Sequence[Run], group: str):
+    """(kind, chart, its curves (run, metric, rows)) of a group: the catalogued charts, in the last group also one for
+    each other metric."""
+    for chart in (chart for chart in metric_catalog.CHARTS if chart.group == group):
+        for kind in _kinds(runs):
+            if lines := _logged(runs, kind, chart.names, chart.unless):
+                yield kind, chart, lines
+    if group != OTHER:
+        return
     drawn = {name for chart in metric_catalog.CHARTS for name in chart.names}
-    for kind, steps in table.items():
-        for name in rows.names(steps):
+    for kind in _kinds(runs):
+        for name in {name: None for run in runs for name in rows.names(run.table.get(kind, ()))}:
             if name not in drawn and not name.startswith("time_") and not name.endswith("_max"):
                 title, words = metric_catalog.label(name).capitalize(), metric_catalog.meaning(name).capitalize()
-                yield kind, metric_catalog.Chart("Other", title, (name,), f"{words}."), [name], steps
+                chart = metric_catalog.Chart(OTHER, title, (name,), f"{words}.")
+                yield kind, chart, _logged(runs, kind, (name,))
+
+
+def _kinds(runs: Sequence[Run]) -> list[str]:
+    return [*{kind: None for run in runs for kind in run.table}]
+
+
+def _logged(runs: Sequence[Run], kind: str, names: Sequence[str], unless: str = ""):
+    """(run, metric, rows) of those that were logged, by runs without the metric `unless`."""
+    tables = [(run.name, run.table.get(kind, ())) for run in runs]
+    return [
+        (run, name, steps)
+        for run, steps in tables
+        for name in names
+        if rows.has(steps, name) and not (unless and rows.has(steps, unless))
+    ]
 
 
 # ---------------------------------------------------------------- distributions, time

@@ -110,6 +110,8 @@ def _line_at_zero(points) -> float:
     """Value at x = 0 of the least-squares line through (x, y), clipped to the range of y."""
     n = len(points)
     x_mean, y_mean = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    if not x_mean:  # most windows are centred and without gaps
+        return y_mean
     spread = sum((x - x_mean) ** 2 for x, _ in points)
     slope = sum((x - x_mean) * y for x, y in points) / spread if spread else 0.0
     ys = [y for _, y in points]

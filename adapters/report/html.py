@@ -1,7 +1,8 @@
 """HTML building blocks of the report: document, sections, cards, tables, and the style sheet.
 
 Callers escape cells and bodies; titles and sentences are escaped here. The page has no script and makes no network
-requests, and its Content-Security-Policy forbids both. Sections fold; on a narrow screen a table's rows become blocks.
+requests, and its Content-Security-Policy forbids both; that of a run that is followed (live.py) has one script, which
+asks its own server alone. Sections fold; on a narrow screen a table's rows become blocks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ def escape(value) -> str:
     return html.escape(str(value))
 
 
-def document(title: str, subtitle: str, sections: Sequence[tuple[str, str, str, bool]]) -> str:
-    """The complete page; sections are (id, heading, body as HTML, whether it is open)."""
+OWN_SCRIPT = "; script-src 'self'; connect-src 'self'"
+
+
+def document(title: str, subtitle: str, sections: Sequence[tuple[str, str, str, bool]], live: str = "") -> str:
+    """The complete page; sections are (id, heading, body as HTML, whether it is open).
+
+    Args:
+      live: elements behind the subtitle, as HTML, of a page that its script keeps up to date; "" = it has none.
+    """
     links = "".join(f'<a href="#{id_}">{escape(head)}</a>' for id_, head, *_ in sections)
     bodies = "".join(  # a link to an id within a closed section opens it
         f'<details class="section"{" open" if shown else ""}><summary><h2>{escape(head)}</h2></summary>'
@@ -27,10 +35,11 @@ def document(title: str, subtitle: str, sections: Sequence[tuple[str, str, str, 
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'; img-src data:\">"
+        f"style-src 'unsafe-inline'; img-src data:{OWN_SCRIPT if live else ''}\">"
         f"<title>{escape(title)} · areax</title><style>{STYLE}</style></head><body>"
         f'<header><p class="brand">areax run report</p><h1>{escape(title)}</h1>'
-        f'<p class="lead">{escape(subtitle)}</p></header><nav>{links}</nav><main>{bodies}</main></body></html>\n'
+        f'<p class="lead" id="subtitle">{escape(subtitle)}</p>{live}</header><nav>{links}</nav><main>{bodies}</main>'
+        "</body></html>\n"
     )
 
 
@@ -168,7 +177,7 @@ font:13.5px/1.75 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monosp
 .answer{margin:6px 0 14px}
 .answer i{font-style:normal;border-radius:3px;padding:2px 1px;margin-right:1px;cursor:default}
 .answer i:hover{outline:1.5px solid var(--ink)}
-.answer .given,.answer .mark{color:var(--faint)}
+.answer .given,.text .mark{color:var(--faint)}
 .modes{display:flex;align-items:center;flex-wrap:wrap;gap:4px;color:var(--soft);font-size:13px}
 .modes input{position:absolute;opacity:0}
 .modes span{padding:3px 10px;border:1px solid var(--line);border-radius:8px;cursor:pointer;display:inline-block}
@@ -176,10 +185,12 @@ font:13.5px/1.75 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monosp
 .modes input:focus-visible+span{outline:2px solid var(--accent)}
 .scale{display:none;margin:8px 0;color:var(--soft);font-size:13px}
 .samples:has([value=logp]:checked) .scale.logp,.samples:has([value=version]:checked) .scale.version,
-.samples:has([value=gap]:checked) .scale.gap{display:block}
+.samples:has([value=gap]:checked) .scale.gap,.samples:has([value=advantage]:checked) .scale.advantage{display:block}
 .samples:has([value=logp]:checked) .answer i{background:rgb(var(--hot)/calc(.75*var(--p,0)))}
 .samples:has([value=gap]:checked) .answer .up{background:rgb(var(--up)/calc(.75*var(--g,0)))}
 .samples:has([value=gap]:checked) .answer .down{background:rgb(var(--down)/calc(.75*var(--g,0)))}
+.samples:has([value=advantage]:checked) .answer .gain{background:rgb(var(--up)/calc(.75*var(--a,0)))}
+.samples:has([value=advantage]:checked) .answer .loss{background:rgb(var(--down)/calc(.75*var(--a,0)))}
 .samples:has([value=version]:checked) .v0{background:color-mix(in srgb,var(--c0) 38%,transparent)}
 .samples:has([value=version]:checked) .v1{background:color-mix(in srgb,var(--c1) 38%,transparent)}
 .samples:has([value=version]:checked) .v2{background:color-mix(in srgb,var(--c2) 38%,transparent)}
@@ -188,6 +199,11 @@ font:13.5px/1.75 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monosp
 .samples:has([value=version]:checked) .v5{background:color-mix(in srgb,var(--c5) 38%,transparent)}
 .samples:has([value=version]:checked) .v6{background:color-mix(in srgb,var(--c6) 38%,transparent)}
 .samples:has([value=version]:checked) .v7{background:color-mix(in srgb,var(--c7) 38%,transparent)}
+.choose{display:flex;flex-wrap:wrap;gap:6px 14px;margin:0 0 10px;color:var(--soft);font-size:13px}
+.choose select,.choose input{max-width:100%;font:inherit;color:var(--ink);background:var(--card);
+border:1px solid var(--line);border-radius:8px;padding:3px 6px}
+.note:not(:empty){margin:0 0 12px;padding:8px 14px;color:var(--warn);background:var(--warnbg);border-radius:10px;
+overflow-wrap:anywhere}
 .samples h4{margin:14px 0 5px;color:var(--soft);font-size:12.5px;font-weight:500}
 .numbers{margin:0;font-size:20px;font-weight:600;font-variant-numeric:tabular-nums}
 .numbers small{display:block;color:var(--faint);font-size:12px;font-weight:400}

@@ -12,6 +12,7 @@ from ..tracking import run_dir as tracker
 LARGEST = sys.float_info.max
 Rows = Sequence[dict]
 Types = dict[str, tuple[type, ...]]
+Steps = dict[str, dict[int, dict]]  # rows by kind and step
 FIELDS: Types = {"step": (int, float), "kind": (str,), "seconds": (int, float), "nonfinite": (dict,)}
 TYPES = {int: "a number", str: "a text", list: "a list", dict: "an object"}
 
@@ -22,19 +23,33 @@ def lines(path: pathlib.Path, fields: Types = FIELDS) -> Iterator[dict]:
     Raises ValueError with the line number if a line is not an object, or has one of the fields in another type.
     """
     for number, line in enumerate(tracker.read_lines(path) if path.exists() else (), 1):
-        for name, types in fields.items():
-            if name in line and not (isinstance(line[name], types) and (int not in types or is_number(line[name]))):
-                rule = f"{name} must be {TYPES[types[0]]}, got {line[name]!r:.80}"
-                raise ValueError(f"{path}:{number}: {rule}; remove the line")
-        yield line
+        yield checked(line, f"{path}:{number}", fields)
+
+
+def checked(line: dict, where: str, fields: Types = FIELDS) -> dict:
+    """The line. Raises ValueError, behind `where` it is, if it has one of the fields in another type."""
+    for name, types in fields.items():
+        if name in line and not (isinstance(line[name], types) and (int not in types or is_number(line[name]))):
+            raise ValueError(f"{where}: {name} must be {TYPES[types[0]]}, got {line[name]!r:.80}; remove the line")
+    return line
 
 
 def read(path: pathlib.Path) -> dict[str, list[dict]]:
-    """{kind: rows by increasing step} of metrics.jsonl; merges lines of the same kind and step into one row."""
-    kinds: dict[str, dict[int, dict]] = {}
+    """{kind: rows by increasing step} of metrics.jsonl."""
+    kinds: Steps = {}
     for line in lines(path):
-        rows = kinds.setdefault(str(line.get("kind", "run")), {})
-        rows.setdefault(line.get("step", 0), {}).update(line)
+        add(kinds, line)
+    return table(kinds)
+
+
+def add(kinds: Steps, line: dict) -> None:
+    """Adds a line, to the row of its kind and step."""
+    rows = kinds.setdefault(str(line.get("kind", "run")), {})
+    rows.setdefault(line.get("step", 0), {}).update(line)
+
+
+def table(kinds: Steps) -> dict[str, list[dict]]:
+    """{kind: rows by increasing step}."""
     return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}
 
 
@@ -53,5 +68,11 @@ def points(rows: Rows, name: str) -> list[tuple[float, float | None]]:
     return [(r["step"], r[name] if is_number(r[name]) else None) for r in rows if name in r]
 
 
+def has(rows: Rows, name: str) -> bool:
+    """Whether any of the rows has a number of this name."""
+    return any(is_number(r.get(name)) for r in rows)
+
+
 def values(rows: Rows, name: str) -> list[float]:
+    """The numbers of this name."""
     return [r[name] for r in rows if is_number(r.get(name))]

@@ -42,6 +42,11 @@ class Reader:
 
         return self._retried(read)
 
+    def refresh(self) -> None:
+        """Finds the batches that were added since, by a new copy if the journal is copied at all."""
+        self.close()
+        self._retried(self._open)
+
     def close(self) -> None:
         """Closes the database."""
         db, self._db = self._db, None

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-# Environment variables: the keys that generation servers, stagers and the fleet of a run require of their callers.
-SERVER, STAGER, FLEET = "AREAX_SERVER_KEY", "AREAX_STAGER_KEY", "AREAX_FLEET_KEY"
+# Environment variables: the keys that generation servers, stagers, the fleet of a run and its page require of callers.
+SERVER, STAGER, FLEET, REPORT = "AREAX_SERVER_KEY", "AREAX_STAGER_KEY", "AREAX_FLEET_KEY", "AREAX_REPORT_KEY"
 
 
 def read(variable: str) -> str | None:
