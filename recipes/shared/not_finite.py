@@ -106,7 +106,7 @@ def find(own: Learner, raw: Sequence[Batch], ready: Sequence[Batch], critic: Lea
         at = {k: first for k, (first, _, _) in enumerate(wrong) if first}
         if at:
             k, (sample, token, value) = next(iter(at.items()))
-            count, owners = (sum(one[i] for one in wrong) for i in (1, 2))
+            count, owners = sum(n for _, n, _ in wrong), sum(n for _, _, n in wrong)
             return Origin(column[k][0], value, k, sample, token, f"{count} tokens of {owners} samples")
     for name, model, prepared in trained:
         for k, batch in enumerate(prepared):

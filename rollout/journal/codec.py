@@ -159,7 +159,7 @@ def _narrowest(array: np.ndarray) -> np.dtype:
     if array.dtype.kind not in "iu" or not array.size:
         return array.dtype
     low, high = int(array.min()), int(array.max())
-    bounds = map(np.iinfo, "bhiq" if low < 0 else "BHIQ")
+    bounds = [np.iinfo(kind) for kind in ("bhiq" if low < 0 else "BHIQ")]
     return next(bound.dtype for bound in bounds if bound.min <= low and high <= bound.max)
 
 

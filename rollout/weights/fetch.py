@@ -120,7 +120,8 @@ async def _fetch_part(
     """
     path = part / f".{min(files, default='')}.delta"
     made = await _from_delta(source, listing.get("delta"), held, path, files, report) if deltas else set()
-    same = listing.get("same") if isinstance(listing.get("same"), list) else ()
+    given = listing.get("same")
+    same = given if isinstance(given, list) else []
     for name in files.keys() - made:
         if name not in same or not await asyncio.to_thread(_linked, held, part, name, files[name]):
             await fetch_file(source, name, part / name, files[name], report)
