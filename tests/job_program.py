@@ -131,6 +131,51 @@ async def _pushed(config: grpo.Config, learning, run_on_all, tokens) -> list[dic
     return made
 
 
+MARKED, TOKEN, MARK = 9, 4, -7.25  # a sample and its token that a loss knows by its log-probability
+
+
+def marked(logp: float = MARK) -> list:
+    """`groups` with this log-probability at the marked token, and an id for its sample's row."""
+
+    def one(sample):
+        if sample.sample != MARKED:
+            return sample
+        logps = [logp if t == TOKEN else x for t, x in enumerate(sample.logp.tolist())]
+        return sample.replace(logp=np.array(logps, np.float32), info={"row": {"id": "nine"}})
+
+    return [[one(sample) for sample in group] for group in groups(0)]
+
+
+def steep(spec, now):
+    """The score function, with a slope of 0 / 0 at the marked token."""
+    return now.logp_BT * now.adv_BT + jnp.sqrt(jnp.where(now.sampler_BT == MARK, (0 * now.gap_BT) ** 2, 1.0)), None
+
+
+def not_finite(model: str, layout: str) -> list[str]:
+    """What is said of a log-probability of a sampler, and of a gradient, that are not finite."""
+    config = replaced(
+        grpo.Config(model, data="", reward=""), groups=4, group_size=4, length=32, rows=4, optim=PLAIN,
+        mesh=mesh.Layout(**json.loads(layout)), objective=losses.GRPO(advantage={"std": "none"}, surrogate=steep),
+    )  # fmt: skip
+    learning, tokens = grpo.build_trainer(config), tokenizer.load(model)
+    work: dict = {
+        "update": functools.partial(trainer.train_packed, learning),
+        "again": lambda: setattr(learning, "traced", False),
+    }
+    if jax.process_index() > 0:
+        lockstep.worker_loop(work)
+        return []
+    with lockstep.leader(work) as run_on_all:
+        said = []
+        for logp in (-np.inf, MARK):
+            origin, samples = trainer.train_on_batch(
+                learning, marked(logp), functools.partial(run_on_all, "update")
+            )["not_finite"]  # fmt: skip
+            said.append(origin.said(samples, tokens))
+            run_on_all("again")
+    return said
+
+
 def filled(model: str, layout: str):
     """A training state of numbers that are the same wherever they are drawn."""
     on = mesh.make(mesh.Layout(**json.loads(layout)))

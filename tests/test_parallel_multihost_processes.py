@@ -149,6 +149,16 @@ def test_grpo_steps_on_batches_from_process_0(place, count, devices, layout):
     assert agree(place / "grpo-alone", out, place / "model") == 1
 
 
+@pytest.mark.mesh
+def test_two_processes_name_the_number_that_is_not_finite(place):
+    """As one process does: a token's, and a gradient's, for which both take part in each try."""
+    wanted = job_program.not_finite(str(place / "model"), "{}")
+    command = [PROGRAM, "not_finite", str(place / "model"), '{"fsdp": 2}']
+    assert result(jobs.run(command, 2, place / "not finite logs", devices=1)) == wanted
+    assert wanted[0].startswith(f"not finite first: the sampler's log-probability, -inf, of token {job_program.TOKEN} ")
+    assert wanted[1].startswith("not finite first: the gradient of the model of prompt 2, group 2, sample 9, id 'nine'")
+
+
 @pytest.mark.wide
 @pytest.mark.sweep
 @pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters", "tries"], wide=["teacher", "moving reference"]))

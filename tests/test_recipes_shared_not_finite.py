@@ -9,6 +9,7 @@ import job_program
 import numpy as np
 import pytest
 import tiny
+from job_program import MARK, MARKED, TOKEN
 
 from areax import models
 from areax.adapters import tokenizer
@@ -17,26 +18,12 @@ from areax.core import losses
 from areax.recipes import grpo
 from areax.recipes.shared import trainer
 
-GROUP, SAMPLE, TOKEN = 2, 9, 4  # where numbers are planted; the prompt has 3 tokens
-MARK = -7.25  # the behaviour log-probability there: a way for a loss to know the token
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("not finite")
     tiny.model(path / "model")
     return path
-
-
-def groups():
-    """Those of `job_program`, with a token that is known by its log-probability, and a row with an id."""
-    made = job_program.groups(0)
-    [sample] = [s for group in made for s in group if s.sample == SAMPLE]
-    assert len(sample.tokens) > TOKEN + 1
-    logp = sample.logp.copy()
-    logp[TOKEN] = MARK
-    marked = sample.replace(logp=logp, info={"row": {"id": "nine"}})
-    return [[marked if s.sample == SAMPLE else s for s in group] for group in made]
 
 
 def built(place, **changes):
@@ -49,7 +36,7 @@ def built(place, **changes):
 
 def traced(place, state, made=None):
     """(what the trainer says of a step, its metrics)."""
-    report = trainer.train_on_batch(state, made or groups())
+    report = trainer.train_on_batch(state, made or job_program.marked())
     origin = report.pop("not_finite", None)
     return origin and origin[0].said(origin[1], tokenizer.load(place / "model")), report
 
@@ -58,7 +45,7 @@ def at_mark(batch, x_BT, value=jnp.nan):
     return jnp.where(batch.logp_BT == MARK, value, x_BT)
 
 
-WHERE = f"prompt {GROUP}, group {GROUP}, sample {SAMPLE}, id 'nine', which begins "
+WHERE = f"prompt 2, group 2, sample {MARKED}, id 'nine', which begins "
 
 
 def names_the_token(said, what, value="nan"):
@@ -76,7 +63,7 @@ def critical(place):
 
 @pytest.mark.slow
 def test_a_behaviour_log_probability(place, critical):
-    made = [[s.replace(logp=np.where(s.logp == MARK, -np.inf, s.logp)) for s in group] for group in groups()]
+    made = job_program.marked(-np.inf)
     said, report = traced(place, critical, made)
     names_the_token(said, "the sampler's log-probability", "-inf")
     assert report["unusable_fraction"] > 0 == report["skipped"]
@@ -113,8 +100,9 @@ def test_an_advantage_or_a_weight_or_a_reward(place, critical):
         names_the_token(said, what, "inf")
         assert report["skipped"] == 1
         critical.traced, critical.policy.prepare = False, plain
-    many = [[s.replace(rewards=((TOKEN, np.inf),)) if s.sample == SAMPLE else s for s in g] for g in groups()]
-    names_the_token(traced(place, critical, many)[0], "the reward", "inf")
+    reward = ((TOKEN, 3e38),)
+    made = [[s.replace(rewards=reward) if s.sample == MARKED else s for s in g] for g in job_program.marked()]
+    names_the_token(traced(place, critical, made)[0], "the reward", "3e+38")  # squares overflow
     critical.traced = False
 
 
@@ -131,17 +119,11 @@ def test_a_log_probability_of_the_model(place, monkeypatch):
     names_the_token(traced(place, state)[0], "the model's log-probability")
 
 
-def steep(spec, now):
-    """The score function, with a slope of 0 / 0 at one token."""
-    return now.logp_BT * now.adv_BT + jnp.sqrt(jnp.where(now.sampler_BT == MARK, (0 * now.gap_BT) ** 2, 1.0)), None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_gradient_alone(place, minibatches):
+def test_a_gradient_alone(place):
     """Of two minibatches the second has it: group 2 of 4. The head's slope is not finite either: it is the loss's."""
-    state = built(place, objective=losses.GRPO(advantage={"std": "none"}, surrogate=steep), minibatches=minibatches)
-    said, report = traced(place, state)
+    objective = losses.GRPO(advantage={"std": "none"}, surrogate=job_program.steep)
+    said, report = traced(place, built(place, objective=objective, minibatches=2))
     assert report["skipped"] > 0 and np.isfinite(report["loss"])
     assert said.startswith("not finite first: the gradient of the model of " + WHERE), said
     assert re.search(r"\(model\.norm\.weight and \d+ others\)$", said), said

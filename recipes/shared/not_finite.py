@@ -6,7 +6,7 @@ of parts of it. All processes of a job look for it together and find the same.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,14 +103,14 @@ def find(own: Learner, raw: Sequence[Batch], ready: Sequence[Batch], critic: Lea
     columns = [_quantities(own, *both, critic) for both in zip(raw, ready, strict=True)]
     for column in zip(*columns, strict=True):
         wrong = [_wrong(batch, *cell) for batch, cell in zip(raw, column, strict=True)]
-        at = {k: first for k, (first, _, _) in enumerate(wrong) if first}
-        if at:
-            k, (sample, token, value) = next(iter(at.items()))
-            count, owners = sum(n for _, n, _ in wrong), sum(n for _, _, n in wrong)
+        if at := [(k, first) for k, (first, _, _) in enumerate(wrong) if first]:
+            k, (sample, token, value) = at[0]
+            count, owners = sum(one[1] for one in wrong), sum(one[2] for one in wrong)
             return Origin(column[k][0], value, k, sample, token, f"{count} tokens of {owners} samples")
     for name, model, prepared in trained:
+        compute = _gradients(model, raw[0])
         for k, batch in enumerate(prepared):
-            if (found := _by_gradient(model, batch)) is not None:
+            if (found := _by_gradient(model, batch, compute)) is not None:
                 return Origin(f"{found[0]} of {name}", minibatch=k, sample=found[1], more=found[2])
     return None
 
@@ -157,16 +157,21 @@ def _wrong(batch: Batch, what: str, x: Any, where_BT: Any, ahead: int) -> tuple[
 # -- gradients -----------------------------------------------------------------------------------
 
 
-def _by_gradient(own: Learner, batch: Batch) -> tuple[str, int, str] | None:
-    """("the loss" or "the gradient", the first sample that makes it not finite, by itself if one does, whose gradients
-    these are), of a prepared batch; None if all are finite."""
+def _gradients(own: Learner, like: Batch) -> Callable:
+    """f(params, prepared batch, m, keep_BJ, *frozen) -> (whether the loss of these samples of microbatch m is finite,
+    the same of their gradients, as `_finite`)."""
     layered, whole = _layered(own), step.whole_gradient(own.score, own.objective)
 
     def parts(params, batch: Batch, m, keep_BJ, *frozen):
         gradient, _, _ = whole(params, _only(batch, m, keep_BJ), *frozen)
         return jnp.isfinite(gradient.loss), _finite(layered, gradient.params)
 
-    run = jax.jit(parts, out_shardings=_replicated(batch))
+    return jax.jit(parts, out_shardings=_replicated(like))
+
+
+def _by_gradient(own: Learner, batch: Batch, compute: Callable) -> tuple[str, int, str] | None:
+    """("the loss" or "the gradient", the first sample that makes it not finite, by itself if one does, whose gradients
+    these are), of a prepared batch; None if all are finite."""
     sample_MBJ, pair_MBJ = (np.asarray(placement.host(x)) for x in (batch.sample_BJ, batch.pair_BJ))
     for m in np.flatnonzero((sample_MBJ >= 0).any((1, 2))).tolist():
         rows = any(x.shape[:3] != batch.token_BT.shape for x in batch.input.values())  # images are cut by rows
@@ -178,7 +183,7 @@ def _by_gradient(own: Learner, batch: Batch) -> tuple[str, int, str] | None:
         def computed(chosen: Sequence[Sequence[tuple[int, int]]], m: int = m) -> tuple[bool, str]:
             keep_BJ = np.zeros(sample_MBJ.shape[1:], bool)
             keep_BJ[tuple(np.array([place for unit in chosen for place in unit]).T)] = True
-            loss, gradients = run(own.state.params, batch, m, keep_BJ, *own.frozen)
+            loss, gradients = compute(own.state.params, batch, m, keep_BJ, *own.frozen)
             return bool(loss), _named(own, gradients, backwards=True)
 
         wrong, left = lambda result: not result[0] or result[1], [*units.values()]
