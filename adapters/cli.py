@@ -325,7 +325,7 @@ def eval(*options: str) -> int:
 
 def report(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = "",
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN2]")] = "",
     out: str | None = None,
     serve: bool = False,
     host: str = "127.0.0.1",

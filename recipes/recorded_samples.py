@@ -2,6 +2,7 @@
 of evaluations, from samples.jsonl."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class Samples:
         self._batch: tuple[int, Found] | None = None  # the last that was read, and its step
         self._decode: Callable[[int], str] | None = None
         self._lines: dict[tuple[str, int], list[tuple[int, float | None]]] = {}  # place and reward, in samples.jsonl
-        self._end = self._count = 0  # bytes and lines of that file that were read
+        self._end = self._count = self._inode = 0  # bytes and lines of that file that were read, and which it was
 
     def steps(self) -> dict[str, list[int]]:
         self._look()
@@ -112,11 +113,12 @@ class Samples:
         return lambda token: f"⟨{token}⟩"
 
     def _index(self) -> None:
-        """Reads on in samples.jsonl, from the start if it was cut."""
+        """Reads on in samples.jsonl, from the start if it was cut or replaced."""
         path = self.path / run_dir.SAMPLES
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            if file.seek(0, 2) < self._end:
-                self._lines, self._end, self._count = {}, 0, 0
+            found = os.fstat(file.fileno())
+            if found.st_size < self._end or found.st_ino != self._inode:
+                self._lines, self._end, self._count, self._inode = {}, 0, 0, found.st_ino
             file.seek(self._end)
             while (text := file.readline()).endswith(b"\n"):
                 where = f"{path}:{self._count + 1}"

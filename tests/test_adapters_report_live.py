@@ -58,7 +58,7 @@ def test_the_page_follows_a_run(tmp_path):
         followed.log(run, 6)
         stamp, made = parts(url, "learning", since=stamp)
         assert made["subtitle"].startswith("6 steps") and "step 6" in made["learning"] and "time" not in made
-        assert "Nothing of this was logged" in parts(url, "samples")[1]["samples"]
+        assert "There are no samples so far" in parts(url, "samples")[1]["samples"]
         assert get(url, "/live.js")[0] == 200
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "metrics.jsonl", "samples.jsonl"]
 
@@ -101,11 +101,13 @@ def test_the_curves_of_two_runs_share_their_charts(tmp_path):
     for name, steps in (("one", 5), ("two", 9)):
         with followed.opened(tmp_path / name) as run:
             for step in range(1, steps):
-                followed.log(run, step)
+                followed.log(run, step, **({"kl_coef": step} if name == "two" else {}))
     with followed.running(tmp_path / "one", tmp_path / "two") as url:
-        _, made = parts(url, "learning", "numbers")
+        _, made = parts(url, "learning", "numbers", "other")
+        assert re.findall(r'class="line (c.)"', made["other"]) == ["c1"]  # what one run has, is in its colour
         reward = next(card for card in made["learning"].split("<figure") if "<h4>Reward<" in card)
         assert re.findall(r'<text class="name"[^>]*>(.*?)</text>', reward) == ["one", "two"]
+        assert re.findall(r'class="line (c.)"', reward) == ["c0", "c1"]
         length = next(card for card in made["learning"].split("<figure") if "<h4>Answer length<" in card)
         assert "one: length" in length and "two: length, largest" in length
         assert made["numbers"].count("metrics of grpo") == 2 and "<h3>two</h3>" in made["numbers"]
@@ -119,7 +121,7 @@ def test_runs_without_a_journal_have_curves(tmp_path):
             run.log("sft", step, nll=3 / step, loss=3 / step, grad_norm=1.0)
     with followed.running(tmp_path) as url:
         _, made = parts(url, "learning", "samples")
-        assert "Likelihood loss" in made["learning"] and "Nothing of this" in made["samples"]
+        assert "Likelihood loss" in made["learning"] and "no samples so far" in made["samples"]
 
 
 def test_whatever_a_model_writes_is_text(tmp_path):
@@ -140,6 +142,9 @@ def test_whatever_a_model_writes_is_text(tmp_path):
         assert "version 0 · advantage 0.5" in made["samples"]
         _, made = parts(url, "samples", kind="eval", step="99", group="7", sample="-1")
         assert "Step 1 of eval" in made["samples"]
+        (tmp_path / "journal.db").write_bytes(b"no database" * 100)
+        shown = parts(url, "samples")[1]["samples"]
+        assert "it is damaged, or no journal" in shown and "Traceback" not in shown and '<form class="choose"' in shown
 
 
 def test_a_key_is_required_of_every_request(tmp_path):
@@ -187,6 +192,7 @@ def test_an_address_of_other_machines_needs_a_key(tmp_path, capsys, monkeypatch)
         (["--serve", "RUN", "--out", "x.html"], "--serve writes nothing; leave out --out"),
         (["--serve", "RUN/file"], "needs a run directory, got the file"),
         (["--serve", "RUN", "RUN/file"], "needs a run directory, got the file"),
+        (["--serve", "RUN", "RUN/."], "the second run must be another one"),
         (["RUN", "RUN"], "needs --serve: a page is of one run"),
     ],
 )

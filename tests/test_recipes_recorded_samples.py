@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 
 import jax
 import numpy as np
@@ -140,7 +141,10 @@ def test_other_kinds_come_from_samples_jsonl_as_it_grows(tmp_path):
     with open(path, "a") as file:
         file.write('"step": 10, "tokens": ["x"]}\n')
     assert found.steps() == {"eval": [0], "grpo": [10]} and found.line("grpo", 10, 0, 0)["tokens"] == ["x"]
-    path.write_text(json.dumps(line) + "\n")  # a run that goes on from before
+    (tmp_path / "cut").write_text(json.dumps(line) + "\n" + json.dumps(line | {"text": "t" * 1000}) + "\n")
+    os.replace(tmp_path / "cut", path)  # a run that goes on from before, and has already written more
+    assert found.steps() == {"eval": [0]} and len(found.line("eval", 0, 0, 1)["text"]) == 1000
+    path.write_text(json.dumps(line) + "\n")
     assert found.steps() == {"eval": [0]} and found.line("eval", 0, 0, 0) == line
     with open(path, "a") as file:
         file.write('{"kind": 3}\n')

@@ -132,10 +132,14 @@ def _curves(runs: Sequence[Run], group: str) -> str:
             ]
             continue
         alone = len({name for _, name, _ in lines}) == 1  # the title says which
+        order = [(run.name, name) for name in chart.names for run in runs]  # a run keeps its colour
         series = [
-            charts.Series(run if alone and len(runs) > 1 else _line(runs, run, name), rows.points(steps, name))
+            charts.Series(
+                run if alone and len(runs) > 1 else _line(runs, run, name), rows.points(steps, name),
+                order.index((run, name)) if len(runs) > 1 else None,
+            )
             for run, name, steps in lines
-        ]
+        ]  # fmt: skip
         if max(map(len, values)) < FEWEST:
             picture = "".join(map(_few, series))
         else:

@@ -20,10 +20,11 @@ SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: points (x, y), x increasing; a y of None is a gap."""
+    """A curve: points (x, y), x increasing; a y of None is a gap. Its place in the chart is its colour without one."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
+    colour: int | None = None
 
 
 def number(x: float | None) -> str:
@@ -147,13 +148,14 @@ def curves(
       y_range: minimum range of the y axis.
     """
     series = [s for s in series if any(y is not None for _, y in s.points)]
+    colours = [(i if s.colour is None else s.colour) % COLOURS for i, s in enumerate(series)]
     ys = [y for s in series for _, y in s.points if y is not None]
     xs = [x for s in series for x, _ in s.points]
     log = log and min(ys) > 0 and max(ys) > 30 * min(ys)
     grouped = [downsample(s.points) for s in series]
     windows = [_window([g[1] for g in group]) for group in grouped]
     note = f"bold: running mean over {number(_span(series, grouped, windows))} {x_name}s"
-    top, legend = _legend([s.name for s in series], note if max(windows) > 1 else "")
+    top, legend = _legend([s.name for s in series], note if max(windows) > 1 else "", colours)
 
     low, high = min(ys), max(ys)
     if y_range and not log:
@@ -172,7 +174,7 @@ def curves(
         parts.append(_text(x_of(x), HEIGHT - BOTTOM + 15, word, "tick middle"))
     parts.append(_text(WIDTH - RIGHT, HEIGHT - 3, x_name, "name end"))
     for i, (group, window) in enumerate(zip(grouped, windows, strict=True)):
-        colour = f"c{i % COLOURS}"
+        colour = f"c{colours[i]}"
         strong = _smooth([g[1] for g in group], window, log)
         if window > 1 or len(group) < len(series[i].points):
             parts.append(_raw_curve(group, x_of, y_of, colour))
@@ -182,7 +184,7 @@ def curves(
             parts += [
                 f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in dots if y is not None
             ]
-    parts += _hover_bands(series, x_of, y_of, x_name, top)
+    parts += _hover_bands(series, colours, x_of, y_of, x_name, top)
     return _svg([*legend, *parts], ", ".join(s.name for s in series))
 
 
@@ -303,15 +305,16 @@ def _grid(marks):
         yield _text(LEFT - 7, y + 3.8, word, "tick end")
 
 
-def _legend(names, note):
+def _legend(names, note, colours=None):
     """(y where the chart starts, elements of the legend), in as many rows as needed."""
+    colours = colours or [i % COLOURS for i in range(len(names))]
     parts, x, row = [], float(LEFT), 0
     for i, name in enumerate(names):
         wide = 20 + 6.1 * len(name)
         if x + wide > WIDTH and x > LEFT:
             x, row = float(LEFT), row + 1
         y = 12 + 16 * row
-        parts.append(f'<rect class="key c{i % COLOURS}" x="{x:.1f}" y="{y - 6}" width="11" height="5" rx="2.5"/>')
+        parts.append(f'<rect class="key c{colours[i]}" x="{x:.1f}" y="{y - 6}" width="11" height="5" rx="2.5"/>')
         parts.append(_text(x + 16, y, name, "name"))
         x += wide + 8
     if note:
@@ -342,7 +345,7 @@ def _path(dots) -> str:
     return "".join(out)
 
 
-def _hover_bands(series, x_of, y_of, x_name, top, limit=80):
+def _hover_bands(series, colours, x_of, y_of, x_name, top, limit=80):
     """Invisible vertical bands that show the values at their x on hover."""
     xs = sorted({x for s in series for x, y in s.points if y is not None})
     xs = xs[:: math.ceil(len(xs) / limit)]
@@ -355,7 +358,7 @@ def _hover_bands(series, x_of, y_of, x_name, top, limit=80):
             px, py = points[at]
             if left <= x_of(px) <= right:
                 words.append(f"{one.name}: {number(py)}")
-                dots.append(f'<circle class="dot c{i % COLOURS}" cx="{x_of(px):.1f}" cy="{y_of(py):.1f}" r="3.4"/>')
+                dots.append(f'<circle class="dot c{colours[i]}" cx="{x_of(px):.1f}" cy="{y_of(py):.1f}" r="3.4"/>')
         yield (
             f'<g class="band"><rect x="{left:.1f}" y="{top}" width="{right - left:.1f}" '
             f'height="{HEIGHT - BOTTOM - top}"/><line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{top}" '

@@ -152,7 +152,7 @@ class Page:
         made = self._made
         for name, (_, make) in build.sections([followed.run for followed in self.runs]).items():
             if name == "samples" and name in names:
-                parts[name] = self._samples(chosen) or NOTHING
+                parts[name] = samples.browser(self.sources, chosen)
             elif name in names:
                 parts[name] = made[name] = made.get(name) or make() or NOTHING
         return {"stamp": self._stamp, "parts": parts}
@@ -167,12 +167,6 @@ class Page:
     def _subtitle(self) -> str:
         each = [(run.name, results.subtitle(run.summary, run.table)) for run in (one.run for one in self.runs)]
         return "; ".join(f"{name}: {words}" if len(each) > 1 else words for name, words in each if words)
-
-    def _samples(self, chosen: Mapping[str, str]) -> str:
-        try:
-            return samples.browser(self.sources, chosen)
-        except (ValueError, OSError) as error:
-            return f'<p class="lead">{page.escape(one_line(error))}</p>'
 
 
 def app(made: Page, pool: ThreadPoolExecutor, key: str | None) -> ASGIApp:
@@ -233,11 +227,13 @@ def serve(paths: Sequence[Path], opened: Callable[[Path], Any], *, host: str, po
       opened: as of `Page`; what it makes is closed at the end.
       key: what callers need; None = none, for loopback addresses only.
 
-    Raises ValueError if a path is a file, or the address cannot be used, or needs a key.
+    Raises ValueError if a path is a file, both are the same, or the address cannot be used or needs a key.
     """
     for path in paths:
         if path.exists() and not path.is_dir():
             raise ValueError(f"report: needs a run directory, got the file {path}; pass one, such as runs/demo")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"report: the second run must be another one, got {paths[0]} twice; leave it out")
     sock = http_process.bind_guarded(host, port, key=key, variable=keys.REPORT, what="report")
     made = Page(paths, opened)
     with contextlib.closing(sock), ThreadPoolExecutor(1, "report") as pool:

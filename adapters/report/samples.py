@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from ...rollout.processes.printable import one_line
 from . import charts, rows
 from . import html as page
 from .html import escape
@@ -100,39 +101,50 @@ class Source(Protocol):
 
 
 def browser(sources: Mapping[str, Source], chosen: Mapping[str, str]) -> str:
-    """One sample, and a form to choose another: its fields are run, kind, step, group and sample.
+    """One sample, or why it cannot be read, and a form to choose another: its fields are run, kind, step, group and
+    sample.
 
     Args:
       sources: by the names of the runs.
       chosen: the values of the form; of one that is not there, or for which there is no sample, the nearest. No step is
         the newest.
     """
+    fields: list[str] = []
+    try:
+        body = _chosen(sources, chosen, fields)
+    except (ValueError, OSError) as error:
+        body = f'<p class="lead">{escape(one_line(error))}</p>'
+    return f'<form class="choose" autocomplete="off">{"".join(fields)}</form>{body}'
+
+
+def _chosen(sources: Mapping[str, Source], chosen: Mapping[str, str], fields: list[str]) -> str:
+    """The chosen sample; adds the fields of the form to `fields`."""
     run = chosen["run"] if chosen.get("run") in sources else next(iter(sources))
+    fields += [_select("run", [*sources], run)] if len(sources) > 1 else []
     kinds = {kind: steps for kind, steps in sources[run].steps().items() if steps}
-    fields = [_select("run", [*sources], run)] if len(sources) > 1 else []
     if not kinds:
-        return f'{_form(fields)}<p class="lead">There are no samples yet.</p>' if fields else ""
+        return '<p class="lead">There are no samples so far.</p>'
     kind = chosen["kind"] if chosen.get("kind") in kinds else next(iter(kinds))
     fields += [_select("kind", [*kinds], kind)] if len(kinds) > 1 else []
     steps, wanted = kinds[kind], _whole(chosen.get("step"))
     step = steps[-1] if wanted is None else steps[max(0, bisect.bisect_right(steps, wanted) - 1)]
+    fields.append(
+        f'<label>step <input type="number" name="step" min="{steps[0]}" max="{steps[-1]}" placeholder="{step}" '
+        f'value="{"" if wanted is None else step}"></label>'
+    )
     groups = sources[run].rewards(kind, step)
     at = min(_whole(chosen.get("group")) or 0, len(groups) - 1)
     i = min(_whole(chosen.get("sample")) or 0, len(groups[at]) - 1)
     names = [f"{k + 1} of {len(groups)}{_rewarded(group)}" for k, group in enumerate(groups)]
     own = [f"{k + 1} of {len(groups[at])}{_rewarded([reward])}" for k, reward in enumerate(groups[at])]
-    fields += [
-        f'<label>step <input type="number" name="step" min="{steps[0]}" max="{steps[-1]}" placeholder="{step}" '
-        f'value="{"" if wanted is None else step}"></label>',
-        _select("group", names, names[at], numbered=True), _select("sample", own, own[i], numbered=True),
-    ]  # fmt: skip
+    fields += [_select("group", names, names[at], numbered=True), _select("sample", own, own[i], numbered=True)]
     line = _cut(sources[run].line(kind, step, at, i))
     which = "the newest; without a number the page follows" if step == steps[-1] else f"the newest is {steps[-1]}"
     note = f'<p class="lead">{escape(line["note"])}</p>' if line.get("note") else ""
     known = {"gap": line["trainer_logp"], "advantage": line["adv_of_token"] or rows.is_number(line.get("adv"))}
     modes = _modes([mode for mode, has in known.items() if not has])
     return (
-        f'{_form(fields)}<p class="lead">Step {charts.number(step)} of {escape(kind)}, {which}.</p>{note}'
+        f'<p class="lead">Step {charts.number(step)} of {escape(kind)}, {which}.</p>{note}'
         f'<div class="samples">{modes}{"".join(_prompts([line]))}</div>{_notes()}'
     )
 
@@ -140,10 +152,6 @@ def browser(sources: Mapping[str, Source], chosen: Mapping[str, str]) -> str:
 def _rewarded(rewards: Sequence[float | None]) -> str:
     scored = [x for x in rewards if x is not None and rows.is_number(x)]
     return f": reward {charts.number(round(sum(scored) / len(scored), 3))}" if scored else ""
-
-
-def _form(fields: Sequence[str]) -> str:
-    return f'<form class="choose" autocomplete="off">{"".join(fields)}</form>'
 
 
 def _select(name: str, options: Sequence[str], value: str, numbered: bool = False) -> str:

@@ -171,7 +171,7 @@ def test_two_runs_are_beside_each_other(run, tmp_path, opened, width):
         names = page.locator("#learning .card:has-text('Mean reward') svg .name").all_text_contents()
         assert names == ["run", other.path.name, "step"] and overflow(page) <= 0
         page.select_option("[name=run]", other.path.name)
-        page.wait_for_selector("text=There are no samples yet.")
+        page.wait_for_selector("text=There are no samples so far.")
         page.select_option("[name=run]", "run")
         page.wait_for_selector("#samples .answer")
 
