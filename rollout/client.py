@@ -52,7 +52,8 @@ async def connect(
         `join+http://HOST:PORT`. Of lists alone it waits for the first server that answers.
       concurrency: most requests on one server at a time; further ones wait here, in order.
       timeout_s: how many seconds a `generate` call may take without progress, waits, retries and pauses included. A
-        resumption with new tokens is progress, and so are tokens that arrive where `on_tokens` is given.
+        resumption with new tokens is progress, and so are tokens that arrive where `on_tokens` is given, or a `record`
+        of a long answer.
       ready_s: how long a server, or a stager, may take to answer for the first time.
       key_variable: environment variable with the servers' key; VARIABLE_FILE may name a file with it instead. Neither
         is set: requests have no key.

@@ -167,6 +167,7 @@ def test_fields_that_do_not_affect_results_are_ignored():
         ({"input_ids": None, "text": 5}, "text: must be"),
         ({"sampling_params": [{}, {}]}, "sampling_params: must be one value, or one for each of 1 prompts"),
         ({"sampling_params": {"n": 0}}, "n: must be from 1 to 1024, got 0"),
+        ({"sampling_params": {"stream_interval": 0}}, "stream_interval: must be at least 1, got 0"),
         ({"sampling_params": {"top_k": 0}}, "top_k: must be -1 .off. or at least 1"),
         ({"sampling_params": {"temperature": float("nan")}}, "temperature: must be a finite number"),
         ({"sampling_params": {"temperature": True}}, "temperature"),

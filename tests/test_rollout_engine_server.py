@@ -474,6 +474,17 @@ def test_without_a_manifest_checksums_are_computed(models, tmp_path):
     assert computed == read_weights(models / "b", "float32")[2]
 
 
+def test_a_stream_has_an_event_for_so_many_tokens(server):
+    params = LONG | {"max_new_tokens": 100, "stream_interval": 30}
+    with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": params}) as events:
+        made = list(events)
+    sizes = [len(event["output_ids"]) for event in made]
+    assert 3 <= len(sizes) <= 5 and sizes[-1] == 100
+    assert all(later - before >= 30 for before, later in zip(sizes[:-2], sizes[1:-1], strict=True))
+    for event, size in zip(made, sizes, strict=True):
+        assert [span["end"] for span in event["meta_info"]["weight_versions"]] == [size]
+
+
 def test_an_update_during_an_in_place_pause(server, models):
     """With flush_cache it is refused and changes nothing; without, the old cache is used on purpose."""
     with server.stream("/generate", {"input_ids": PROMPT, "rid": "kept", "sampling_params": LONG}) as events:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.rollout.journal import codec, store
-from areax.rollout.types import Image, Sample
+from areax.rollout.types import Generated, Image, Sample
 
 IDENTITY = {"run": "one", "options": "a"}
 RED, BLUE = Image(b"red" * 900), Image(b"blue" * 700)
@@ -121,11 +121,16 @@ async def keep(journal, prompt, admitted, episodes, row="row"):
 EPISODES = {0: [sample(6, 70), sample(3, 71)], 1: [], 3: [sample(5, 72, images=(BLUE,))]}
 
 
+CALL = Generated([*range(90)], [-i / 7 for i in range(90)], [5] * 50 + [6] * 40)
+
+
 async def six_batches(journal):
     await keep(journal, 0, 0, {0: [sample(4, 1)]})
     for v in range(6):
         await journal.close_batch(v, groups(v), {"batch": v + 1}, [0] if v == 0 else [])
     await keep(journal, 40, 5, EPISODES)
+    for start, end in ((0, 40), (40, 90)):
+        journal.keep_calls(40, 5, 2, {(0, start): store.Call("request", CALL.between(start, end))})
     await keep(journal, 41, 6, {})
 
 
@@ -158,6 +163,7 @@ def test_a_process_goes_on_from_any_version(copy, caplog):
         assert past.batches == range(start, 6) and past.cursor == ({"batch": 6} if start < 6 else None)
         assert past.begun.keys() == {40, 41} and past.begun[41] == (6, "row", {}, {})
         assert past.begun[40][:2] == (5, "row") and same(past.begun[40].episodes, EPISODES)
+        assert past.begun[40].calls == {(2, 0): store.Call("request", CALL)}
         read, _ = all_of(past, copy, start)
         assert all(same(batch, store.Batch(groups(v), {"batch": v + 1})) for v, batch in read.items())
     assert [path.name for path in copy.iterdir()] == [store.FILE] and not caplog.text
@@ -265,6 +271,7 @@ def test_damage_anywhere_loses_records_but_changes_none(six, tmp_path, caplog, e
         if 40 in begun:
             assert begun[40][:2] == (5, "row")
             assert all(same(samples, EPISODES[index]) for index, samples in begun[40].episodes.items())
+            assert all(call.made == CALL.between(0, len(call.made.tokens)) for call in begun[40].calls.values())
         lost += len(read) < 6 - start or 40 not in begun or len(begun[40].episodes) < 3
         opened(place, six_batches)  # it can be written again
         assert opened(place).batches == range(6)

@@ -14,7 +14,7 @@ from areax import models
 from areax.adapters import hf
 from areax.recipes.shared import rollouts
 from areax.rollout import client, events, loop
-from areax.rollout.fleet import step_metrics
+from areax.rollout.fleet import fleet, step_metrics
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.scheduling import executor
 from areax.rollout.servers.labels import read_label
@@ -113,6 +113,51 @@ def test_an_answer_longer_than_several_steps_is_carried_over_their_pushes(versio
         assert len(version) == LONG and sorted(version) == version and set(version) == {0, 1, 2}
         assert min(version.count(v) for v in range(3)) >= 8
         check(versions, PROMPT + [0], sample.tokens[sample.mask].tolist(), sample.logp[sample.mask], version)
+
+
+class Kept:
+    """A record in memory."""
+
+    grows = True
+
+    def __init__(self, begun=None):
+        self.last = begun
+
+    def begun(self, request):
+        return self.last
+
+    def keep(self, request, made):
+        self.last = made
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_behind_its_recorded_tokens(versions, server, monkeypatch):
+    """It was recorded while it grew, over a push; its client and its server's caches are gone."""
+    monkeypatch.setattr(fleet, "EVERY", 64)
+    pushed = lambda fleet, v: push_weights(fleet, *versions[0][v][:2])
+    ask = dict(max_new_tokens=900, ignore_eos=True, seed=5)
+
+    async def main():
+        async with client.connect([server.url]) as one:
+            await pushed(one, 1)
+            going = asyncio.create_task(one.generate(PROMPT, **ask, record=(record := Kept())))
+            while not record.last or len(record.last.tokens) < 200:
+                await asyncio.sleep(0.001)
+            await pushed(one, 2)
+            while record.last.version[-1] == 1:
+                await asyncio.sleep(0.001)
+            going.cancel()
+        async with client.connect([server.url]) as other:
+            await pushed(other, 2)
+            done = await other.generate(PROMPT, **ask, record=Kept(kept := record.last))
+            assert other.counts["recalled"] == len(kept.tokens) - 1 and len(done.tokens) == 900
+        return kept, done
+
+    kept, done = asyncio.run(asyncio.wait_for(main(), 120))
+    end = len(kept.tokens) - 1
+    assert [x[:end] for x in (done.tokens, done.logp, done.version)] == [x[:end] for x in kept[:3]]
+    assert {*kept.version} == {1, 2} and 300 < end < 900 and done.version[end:] == [2] * (900 - end)
+    check(versions, PROMPT, done.tokens, done.logp, done.version)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ STATEFUL = {  # sampling parameters with which a server must generate a completi
 }  # fmt: skip
 BUSY_S = 30.0  # before, and between, lines that servers are busy
 IDLE_ABORTS = 8  # consecutive aborts without a new token
-EVENTS, EVERY = 16, 256  # most events of an answer that is recorded while it grows; least tokens from one to the next
+EVENTS, EVERY = 8, 256  # most events of an answer that is recorded while it grows; least tokens from one to the next
 
 
 Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter) -> its answer
