@@ -26,7 +26,12 @@ from areax.recipes.shared import learner
 from areax.recipes.shared.learner import Learner
 from areax.rollout.types import Sample
 
-LOST = "skipped", "critic_skipped", "unusable_fraction", "unusable_teacher", "left_out"  # above 0 if something was
+SKIPPED = "skipped", "critic_skipped"  # above 0 if an update was
+LOST = (
+    "unusable_fraction",
+    "unusable_teacher",
+    "left_out",
+)  # above 0 if tokens or sequences were, perhaps for this reason
 NAMES = 3  # weights to name
 WORDS = 60  # characters of a sample to show
 
@@ -76,20 +81,29 @@ class Origin:
 
 def seen(report: Mapping[str, Any]) -> bool:
     """Whether a step's metrics, on the devices, are not finite, or say that something was lost to that."""
+    return any(_seen(report))
+
+
+def _seen(report: Mapping[str, Any]) -> list[bool]:
+    """Whether metrics are not finite or updates were skipped, and whether something was lost."""
     whole = lambda name, m: isinstance(m, metrics.Metric) and not name.endswith("update_ratio")  # of weights too large
-    return bool(_seen({name: m for name, m in report.items() if whole(name, m)}))
+    return [bool(x) for x in _flags({name: m for name, m in report.items() if whole(name, m)})]
 
 
 @jax.jit
-def _seen(report):
-    lost = [report[name].sum > 0 for name in LOST if name in report]
-    return jnp.stack([~jnp.isfinite(m.sum) for m in report.values()] + lost).any()
+def _flags(report):
+    above = lambda names: [report[name].sum > 0 for name in names if name in report]
+    wrong = [~jnp.isfinite(m.sum) for m in report.values()] + above(SKIPPED)
+    return jnp.stack(wrong).any(), jnp.stack([jnp.zeros((), bool), *above(LOST)]).any()
 
 
-def find(own: Learner, raw: Sequence[Batch], ready: Sequence[Batch], critic: Learner | None = None) -> Origin | None:
+def find(
+    report: Mapping[str, Any], own: Learner, raw: Sequence[Batch], ready: Sequence[Batch], critic: Learner | None = None
+) -> Origin | None:
     """The first number of a step that is not finite, at the weights that the step has left; None if all are finite.
 
     Args:
+      report: its metrics: if these are finite, gradients are, too, and are not computed.
       raw: minibatches [M, B, T] on the devices, as they were before what is not finite was left out.
       ready: the same, prepared.
     """
@@ -107,7 +121,7 @@ def find(own: Learner, raw: Sequence[Batch], ready: Sequence[Batch], critic: Lea
             k, (sample, token, value) = at[0]
             count, owners = sum(one[1] for one in wrong), sum(one[2] for one in wrong)
             return Origin(column[k][0], value, k, sample, token, f"{count} tokens of {owners} samples")
-    for name, model, prepared in trained:
+    for name, model, prepared in trained if _seen(report)[0] else ():
         compute = _gradients(model, raw[0])
         for k, batch in enumerate(prepared):
             if (found := _by_gradient(model, batch, compute)) is not None:

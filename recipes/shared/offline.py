@@ -286,7 +286,7 @@ def fit(
                     if trace and not looked and not_finite.seen(values):
                         looked = True
                         raw = beside(batches.batch(read, mesh))
-                        if origin := not_finite.find(own, [raw], [learner.prepared(own, raw)]):
+                        if origin := not_finite.find(values, own, [raw], [learner.prepared(own, raw)]):
                             rows_of = range((i - 1) * config.batch, i * config.batch)
                             said.say_not_finite(i, origin.said([made], tokens, rows_of))
                     last.clear()

@@ -305,7 +305,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list, not_finite.Origi
     origin = None
     if not trainer.traced and not_finite.seen(report):
         trainer.traced = True
-        origin = not_finite.find(policy, batches, ready, critic)
+        origin = not_finite.find(report, policy, batches, ready, critic)
     return report, [placement.host(score.logp_BT) for score in scores if score is not None], origin
 
 
