@@ -13,6 +13,7 @@ from areax.core.optim import Optimizer
 from areax.recipes import grpo
 from areax.rollout import client
 from areax.rollout.errors import ServerError
+from areax.rollout.fleet import fleet as fleets
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.sglang import SGLang
 from areax.rollout.servers.vllm import VLLM
@@ -84,6 +85,40 @@ def test_a_completion_goes_on_over_a_push_with_the_version_of_each_token(server,
         logp_TV = versions.logp(v, versions.prompt + done.tokens)
         theirs = [logp_TV[len(versions.prompt) - 1 + i, done.tokens[i]] for i in part]
         np.testing.assert_allclose([done.logp[i] for i in part], theirs, atol=2e-4)
+
+
+class Kept:
+    """A record in memory."""
+
+    grows = True
+
+    def __init__(self, last=None):
+        self.last, self.sizes = last, []
+
+    def begun(self, request):
+        return self.last
+
+    def keep(self, request, made):
+        self.last = made
+        self.sizes.append(len(made.tokens))
+
+
+def test_a_long_answer_is_recorded_while_it_grows_and_goes_on_behind_its_tokens(server, versions, monkeypatch):
+    monkeypatch.setattr(fleets, "EVERY", 32)
+
+    async def work(fleet):
+        await pushed(fleet, versions, 0)
+        ask = dict(max_new_tokens=200, ignore_eos=True)
+        await fleet.generate(versions.prompt, **ask, record=(record := Kept()))
+        begun = record.last.between(0, 120)
+        return record.sizes, begun, await fleet.generate(versions.prompt, **ask, record=Kept(begun))
+
+    sizes, begun, done = run(server, work)
+    assert sizes[-1] == 200 and (server.kind == "vllm" or 4 <= len(sizes) <= 8)  # whose events say no version
+    assert len(done.tokens) == 200 and done.tokens[:119] == begun.tokens[:119] and {*done.version} == {0}
+    logp_TV = versions.logp(0, versions.prompt + done.tokens)
+    theirs = [logp_TV[len(versions.prompt) - 1 + i, token] for i, token in enumerate(done.tokens)]
+    np.testing.assert_allclose(done.logp, theirs, atol=2e-4)
 
 
 def test_a_prompt_is_read_with_its_likeliest_tokens(server, versions):
