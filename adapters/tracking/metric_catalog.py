@@ -576,6 +576,7 @@ SUMMARY = {
     "resumed": "completions that were continued after an abort",
     "busy": "requests that a server refused for want of room",
     "preempted": "completions that a server recomputed in part",
+    "recalled": "generated tokens that the journal of a former process had",
     "lowered": "times that a server's concurrency limit was lowered",
     "broken": "requests that broke off",
     "rerouted": "requests whose server was taken out of traffic",
