@@ -55,7 +55,7 @@ from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollou
 from areax.recipes.shared.stop_on import StopOn
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
-from areax.rollout.fleet import offload
+from areax.rollout.fleet import canary, offload
 from areax.rollout.processes import garbage
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.scheduling.resumed import Resumed
@@ -315,8 +315,11 @@ async def train(
         stop_on = StopOn(config.stop_on, stop.ask, start, steps)
         log = enter(rl_log.opened(config, config.saving, tokens, start, stop_on))
         serve = config.serving.serve.sized(config.training.length)
-        probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
-        async with probe.ahead(functools.partial(run_on_all, "probe"), probe_ids):
+        compared = tokens, prompts.rows if config.serving.push.tolerance else [], config.training.length
+        probe_ids, canaries = probe.prompt(*compared), probe.NO_CANARIES
+        if config.serving.push.canary_every:
+            canaries = probe.canaries(*compared, publishing.rounding(sync, trainer.policy, config.training.run))
+        async with probe.ahead(functools.partial(run_on_all, "probe"), probe_ids, *canaries.prompts):
             fleet = await enter_async(
                 common.fleet(
                     config.serving.servers, sync.path, serve,
@@ -330,6 +333,8 @@ async def train(
                     environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
                 )
             )  # fmt: skip
+        variables = json_object("--chat-template-kwargs", config.prompts.chat_template_kwargs)
+        await probe.compare_templates(fleet.servers, tokens, variables)
         episodes = await enter_async(
             rollouts.opened(
                 config.reward, config.rewards, config.rollout, config.training, tokens, processor,
@@ -350,7 +355,8 @@ async def train(
             resume.write_options(config, start, tokens)
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
-        publish = turns.during(trainer.mesh, functools.partial(publishing.prepare_push, sync, fleet, probe_ids))
+        push_of = functools.partial(publishing.prepare_push, sync, fleet, probe_ids, canaries=canaries)
+        publish = turns.during(trainer.mesh, push_of)
         giving_up, named = GivingUp.restored(cursor), models(config.training)
         batches = Resumed(journal, executor, cursor) if journal else executor
         online = config.rollout.workflow == "online"  # whose users may give no feedback
@@ -390,8 +396,8 @@ async def train(
         seconds = await ending.interruptible(
             loop.run(
                 rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=batches.admit,
-                cursor=batches.cursor, eta=eta, start=start, steps=steps, save_every=config.saving.save_every,
-                save_seconds=60 * config.saving.save_minutes,
+                cursor=batches.cursor, check=functools.partial(canary.check, fleet), eta=eta, start=start, steps=steps,
+                save_every=config.saving.save_every, save_seconds=60 * config.saving.save_minutes,
                 evaluate_every=config.evaluation.evaluate_every or steps,
             ),
             stop,

@@ -17,6 +17,7 @@ process loses at most its last few lines; a truncated last line is removed when 
 | part | a part of a training step | name: publish, save, wait, rollout, update, push, evaluate |
 | left_out | a row too long to train on | tokens |
 | push | a push | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
+| canary | a comparison of canaries | url, label, after, drifts, trainer, cache, limits, worst |
 | server | a change of a server's state | url, state, why |
 | options | a run that goes on with other options | version, former: the file with those before it |
 | alarm | a metric beyond its bound | step, name, rule, shown: metrics and values, what, advice |

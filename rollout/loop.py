@@ -1,7 +1,7 @@
 """The training loop: orders rollouts, updates, saves, pushes and evaluations, whatever each of them does.
 
     state v: publish(v), save(v) -> host copies -> groups of batch v -> update -> state v + 1
-                  `- in the background: push to the servers -> admit(v) -> evaluate(v)
+                  `- in the background: push to the servers -> admit(v) -> check() -> evaluate(v)
 
 With eta = 0 the loop waits for the background work, so that every token of batch v comes from version v. With eta > 0
 the push and the evaluation of v overlap the update to v + 1; the push of v + 1 waits for both.
@@ -29,6 +29,7 @@ async def run(
     save: Callable[[int, Any], Any] | None = None,
     evaluate: Callable[[int], Awaitable[Any]] | None = None,
     *,
+    check: Callable[[], Awaitable[Any]] | None = None,
     eta: int,
     steps: int,
     start: int = 0,
@@ -51,6 +52,7 @@ async def run(
       publish: takes a host copy of state v and returns a coroutine function that pushes it to the servers.
       save: writes state v, or a host copy of it, with the matching cursor.
       evaluate: a coroutine function; version v stays on the servers until it returns.
+      check: called once the servers take requests of a version, which stays on them until it returns.
       eta: 0 = push and evaluation finish before the next batch is requested.
       steps: the final version.
       start: the version of the initial state, which is published first.
@@ -90,6 +92,8 @@ async def run(
                 await _uninterrupted(push(), PUSH_S)
         if v < steps:
             admit(v)
+        if check:
+            await check()
         if evaluate and evaluate_every and (v % evaluate_every == 0 or v in (start, steps)):
             with timed("evaluate_s"):
                 await evaluate(v)

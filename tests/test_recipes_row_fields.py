@@ -15,6 +15,7 @@ from areax.core import losses
 from areax.recipes import preference, prm
 from areax.recipes.shared import offline, probe, rows
 from areax.rollout.chat import template
+from areax.rollout.fleet import canary
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import environments, multi_turn, single_turn
 
@@ -204,6 +205,17 @@ def test_fields_change_the_prompt(recipe):
         texts = RECIPES[recipe](row)
         assert texts and all(wanted in text for text in texts), (name, texts)
         assert not any("None" in text for text in texts)
+
+
+def test_canaries_begin_with_rows_prompts_and_have_one_length_with_room_for_what_is_sampled():
+    several = [{"prompt": letter * 40} for letter in "abcdef"]
+    ids = [template.prompted(T, row).tokens for row in several]
+    made = probe.canaries(T, several, 100, "BF16")
+    assert made.dtype == "BF16" and len(made.prompts) == probe.CANARIES
+    assert [list(one[: len(own)]) for one, own in zip(made.prompts, ids, strict=False)] == ids[: probe.CANARIES]
+    assert {len(one) for one in made.prompts} == {100 - canary.NEW}
+    assert probe.canaries(T, [{"question": "?"}], 100, "F32") == ((), "F32")
+    assert {len(one) for one in probe.canaries(T, several * 9, 999, "F32").prompts} == {probe.TOKENS}
 
 
 def test_rows_that_a_workflow_reads_in_its_own_way_need_no_probe():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import shutil
 import sys
@@ -21,6 +22,7 @@ from areax import models
 from areax.adapters import hf, peft, safetensors
 from areax.models import lora
 from areax.recipes.shared import publishing
+from areax.recipes.shared.probe import Canaries
 from areax.rollout import client, loop
 from areax.rollout.fleet import offload
 from areax.rollout.fleet.push import Push
@@ -165,6 +167,23 @@ def test_a_push_writes_the_version_and_removes_older_ones(tmp_path):
         assert [label for label, _ in pushed[2:]] == labels
         assert {probe for _, probe in pushed} == {Probe(PROBE, (-0.5, -0.5), Push().tolerance)}
         assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+    run(main)
+
+
+def test_canaries_go_with_the_first_version_then_every_few_and_while_a_server_drifts(tmp_path):
+    async def main():
+        own, pushed = sync(tmp_path, "files"), []
+        own = dataclasses.replace(own, options=Push(canary_every=3))
+        async with server() as a, client.connect([a.url]) as fleet:
+            a.script = [probed] * 9
+            for v in range(2, 10):
+                fleet.servers[0].drifts = v == 8
+                canaries = Canaries(((4, 5), (6, 7)), "F32")
+                await publishing.prepare_push(own, fleet, PROBE, v, canaries)()
+                pushed.append(fleet.published.canaries)
+        assert [v for v, one in enumerate(pushed, 2) if one] == [2, 3, 6, 8, 9]
+        assert pushed[0] == tuple(Probe(ids, (-0.5,), Push().tolerance, "F32") for ids in ((4, 5), (6, 7)))
 
     run(main)
 

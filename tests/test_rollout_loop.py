@@ -80,6 +80,16 @@ class Play:
         )
 
 
+def test_a_version_is_checked_once_servers_take_requests_of_it_and_stays_until_then():
+    async def main():
+        play = Play()
+        await play.run(check=lambda: play.anote("check"), eta=1, steps=2)
+        return [note for note in play.notes if note[0] in ("pushed", "admit", "check", "evaluate")]
+
+    each = [[("pushed", v), *([("admit", v)] if v < 2 else []), ("check",), ("evaluate", v)] for v in range(3)]
+    assert asyncio.run(main()) == [note for notes in each for note in notes]
+
+
 def notes(**options):
     async def main():
         play = Play()

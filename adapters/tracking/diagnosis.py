@@ -191,6 +191,10 @@ CONDITIONS = (
         "compare their dtypes and temperatures; a server may not hold the weights that it says (docs/servers.md)",
     ),
     *_out_of_bounds(
+        "canary_drifts", "a server computes otherwise than the trainer",
+        "lines say which, and whether a flush, a push or a restart helped (docs/reliability.md)", (), 1,
+    ),
+    *_out_of_bounds(
         "unusable_fraction", "tokens are left out: log-probabilities, values or teacher's numbers are not finite",
         "a line says where the first was; check the weights of critic, reference and teacher (areax check)",
         ("unusable",), 1,

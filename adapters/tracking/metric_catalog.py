@@ -101,6 +101,11 @@ CHARTS = (
         "The same only for tokens of the current version: only numerical differences.", log=True,
     ),
     Chart(
+        "Agreement", "Canaries", ("canary_diff", "canary_cache_diff"),
+        "Differences of fixed prompts' log-probabilities: servers from the trainer, with prefix cache from without.",
+        log=True,
+    ),
+    Chart(
         "Speed", "Weight push", ("push_s", "push_stage_s", "push_pause_s", "push_load_s"),
         "Seconds of a push, in total and to: stage weights at the servers, pause generation, load.",
         zero=True,
@@ -327,6 +332,9 @@ METRICS = {
     "balance_load": "load-balancing loss E sum f P of a layer, without its coefficient; top_k = experts used equally",
     "balance_z": "squared log-sum-exp of a router's logits, without its coefficient",
     "bounded_fraction": "fraction of tokens whose importance weight was out of bounds and clipped or masked",
+    "canary_cache_diff": "mean difference of a server's log-probabilities with its prefix cache and without, nats",
+    "canary_diff": "mean difference of a server's log-probabilities of the canaries' prompts from the trainer's, nats",
+    "canary_drifts": "canaries of the step that found a server computing otherwise than the trainer",
     "chi2_sequence": "mean squared importance weight of whole sequences, minus 1; grows with staleness",
     "chi2_token": "mean squared importance weight of a token, minus 1; grows with staleness",
     "clip_fraction": "fraction of tokens outside the clip range, which get no gradient",
@@ -489,6 +497,7 @@ COUNTED = {
 ALARMS = {
     "aborted": (None, 0.05),
     "bounded_fraction": (None, 0.1),
+    "canary_drifts": (None, 0),
     "clip_fraction": (None, 0.2),
     "critic_skipped": (None, 0),
     "dropped_fraction": (None, 0.2),
@@ -580,6 +589,7 @@ SUMMARY = {
     "lowered": "times that a server's concurrency limit was lowered",
     "broken": "requests that broke off",
     "rerouted": "requests whose server was taken out of traffic",
+    "drifted": "servers that a canary found computing otherwise than the trainer",
     "strange": "completions sampled with weights that the server was not given",
     "recovered": "servers that recovered",
     "restarted": "servers that were restarted",

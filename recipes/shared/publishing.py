@@ -18,10 +18,11 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.recipes.shared import in_parts, learner
 from areax.recipes.shared.learner import Learner
+from areax.recipes.shared.probe import NO_CANARIES, Canaries
 from areax.recipes.shared.rl_options import Serving
 from areax.rollout import client, loop
 from areax.rollout.engine import in_process
-from areax.rollout.fleet import members
+from areax.rollout.fleet import canary, members
 from areax.rollout.fleet.push import Push, push_weights
 from areax.rollout.processes import folders
 from areax.rollout.servers.labels import label_of, read_label
@@ -53,7 +54,7 @@ class WeightSync:
       handover: gives servers the weights of a push without files.
       bucket: where versions are uploaded to, for stagers.
       parts: versions are in parts, of which each process serves its own to stagers.
-      dtype: of what such a server gets, as `dtype` says.
+      dtype: of what servers get, as `dtype` says.
     """
 
     settings: Any
@@ -92,7 +93,9 @@ async def opened(
         with folder("", policy, run, start, jax.process_count()) as root:
             async with in_parts.opened(options, run_on_all) as parts:
                 write = writer(policy, root, tokens, None, dtype, written=(), others=parts.tensors)
-                yield WeightSync(settings, options.push, run_on_all, Path(model), root, write, parts=parts)
+                yield WeightSync(
+                    settings, options.push, run_on_all, Path(model), root, write, parts=parts, dtype=dtype
+                )
         return
     with folder(options.published, policy, run, start) as root:
         path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
@@ -100,22 +103,28 @@ async def opened(
         async with uploads(options, run) as there:
             yield WeightSync(
                 settings, options.push, run_on_all, path, root, write, adapters,
-                handover=handover(options.push, settings), bucket=there,
+                handover=handover(options.push, settings), bucket=there, dtype=dtype,
             )  # fmt: skip
 
 
-def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int], v: int) -> loop.Push:
+def prepare_push(
+    sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int], v: int, canaries: Canaries = NO_CANARIES
+) -> loop.Push:
     """Copies version v to the host, so that the next update may overwrite it; returns the coroutine function that
     writes the copy, pushes it to the servers and removes older versions. A server inside this process gets its copy
     here, from device to device, and nothing is written.
 
     Args:
       probe_ids: a prompt for servers to prove with that they hold the weights; () = none.
+      canaries: prompts to compare servers with while they serve the first version and every `canary_every` versions,
+        and while one drifts.
     """
     options = sync.options
-    probe = lambda: (
-        Probe(tuple(probe_ids), tuple(sync.run_on_all("probe", probe_ids)), options.tolerance) if probe_ids else None
-    )
+    known = lambda ids: Probe(tuple(ids), tuple(sync.run_on_all("probe", ids)), options.tolerance, canaries.dtype)
+    every = options.canary_every
+    drifts = any(server.drifts and server.state != "dead" for server in fleet.servers)
+    due = every and (fleet.published is None or v % every == 0 or drifts)
+    computed = lambda: (known(probe_ids) if probe_ids else None, tuple(map(known, canaries.prompts)) if due else ())
     if sync.policy:
         [server] = fleet.servers
         assert server.prepare
@@ -123,18 +132,21 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
             sync.settings, v, learner.weights(sync.policy), sync.dtype
         )  # a frozen tower is there
         arrays = server.prepare(label, weights)
-        return functools.partial(push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe())
+        probe, probes = computed()
+        return functools.partial(
+            push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe, canaries=probes
+        )
     root, write = sync.root, sync.write
     assert root and write
     copied = ("host_part", v, store.numbers(root)) if sync.parts else ("host_copy", sync.adapters)
-    host, known = sync.run_on_all(*copied), probe()
+    host, (probe, probes) = sync.run_on_all(*copied), computed()
 
     async def push() -> None:
         directory = await store.written(lambda: write(v, host), root, lambda: fleet.labels)
         label = read_label(directory / hf.MANIFEST)
         await push_weights(
             fleet, directory, label, mode=options.mode, parallel_servers=options.parallel_servers,
-            arrays=host if sync.handover else None, probe=known,
+            arrays=host if sync.handover else None, probe=probe, canaries=probes,
         )  # fmt: skip
         await asyncio.to_thread(store.prune, root, 2, fleet.labels)
         if sync.bucket:
@@ -231,6 +243,21 @@ def dtype(options: Serving, run: models.Run) -> str | None:
     the trainer's: most steps are smaller than half of their spacing.
     """
     return "float32" if not options.servers and learner.computed(run).dtype == "float32" else None
+
+
+def rounding(sync: WeightSync, policy: Learner, run: models.Run) -> str:
+    """`Probe.dtype`: how far a server with a version's weights may be from the trainer.
+
+    Adapters by name are not rounded; the sum of adapters and the weights below is, and so are masters of a trainer that
+    computes in a finer dtype than their files have.
+    """
+    computed = canary.coarsest(str(learner.computed(run).dtype))
+    if sync.adapters:
+        return computed
+    shapes = jax.eval_shape(lambda: learner.weights(policy))
+    files = canary.coarsest(hf.save_dtype(policy.written, shapes, sync.dtype).name)
+    merged = policy.adapters is not None and files != "F32"
+    return canary.ROUNDED if merged or canary.coarsest(computed, files) != computed else computed
 
 
 def host_copy(policy: Learner, adapters: Lora | None, dtype: str | None):

@@ -88,7 +88,8 @@ class Fleet:
         string or an image token), `recalled` (tokens taken from a record), `busy` (503), `preempted` (answers partly
         recomputed by the server), `lowered` (concurrency limits), `refused`, `broken`, `rerouted` (its server was taken
         out of traffic), `strange` (sampled with weights that the server was not given), `out_of_time` (whose episode
-        took too long); of servers: the states they entered, `recovered, restarted, joined, left`; of pushes: `undone`.
+        took too long); of servers: `drifted` (by a canary), the states they entered, `recovered, restarted, joined,
+        left`; of pushes: `undone`.
       waits: how long requests waited here for a server with room.
     """
 

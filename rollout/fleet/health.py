@@ -3,6 +3,9 @@
     healthy -> suspect -> healthy                       a connection failed, but it answers and has its weights
                suspect -> dead -> restarting -> stale   it does not answer, and we can restart it
     healthy -> weights_unknown | stale -> healthy       it loads the published version in full
+    healthy -> stale -> healthy                         a canary drifts (canary.py): its prefix cache is flushed, or it
+                                                        loads the published version in full
+               stale -> dead -> restarting -> stale     neither helps, and we can restart it
                stale -> dead                            another run keeps giving it other weights, or it keeps
                                                         sampling with others than it loads
     dead -> healthy                                     it answers again and has loaded
@@ -24,6 +27,7 @@ from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import Reported
 from ..weights import load, lora, verify
+from . import canary
 from .fleet import Fleet, Restart, labels_of
 from .stagger import stagger
 
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 
 IDLE_CHECKS = 3  # in a row after which a server that runs nothing is named
 TAKEN = 3  # times that a server is taken back from another run: two runs on one would go on for ever
+FLUSHES = 5  # attempts, a second apart: servers refuse while requests end
 STRANGE = 3  # times in a row that a server loads its weights again because it samples with others
 
 Idle = collections.Counter[Server]  # at how many checks in a row it had requests and ran none
@@ -47,7 +52,9 @@ async def recover(fleet: Fleet, server: Server) -> None:
 async def _recover(fleet: Fleet, server: Server) -> None:
     timeouts = fleet.timeouts
     patience_s = timeouts.lost_own_s if fleet.restart else timeouts.lost_s
-    failed = 0
+    failed, after = 0, "load"
+    if server.drifts and await _flush_helps(fleet, server):
+        return
     if server.strange > STRANGE:
         why = f"{server.why}, after it loaded them {STRANGE} times in a row; give the run another server"
         fleet.set_state(server, "dead", why)
@@ -68,10 +75,15 @@ async def _recover(fleet: Fleet, server: Server) -> None:
             if server.state == "suspect" and not server.released and await _is_unharmed(fleet, server, now):
                 return
             try:
-                while not await _reload(fleet, server):
+                while not await _reload(fleet, server, after):
                     pass
                 server.taken += bool(foreign)
                 return
+            except canary.Drift as error:
+                fleet.set_state(server, "dead", str(error))
+                if after == "restart" or not fleet.restart:
+                    return
+                after = "restart"
             except (ServerError, ValueError) as error:
                 failed += 1
                 log.warning("a server is not back, attempt %d: %s", failed, error)
@@ -98,8 +110,33 @@ async def _is_unharmed(fleet: Fleet, server: Server, now: Reported) -> bool:
     return False
 
 
-async def _reload(fleet: Fleet, server: Server) -> bool:
-    """Loads the newest version, that of a push in progress included; False if a newer one appeared meanwhile."""
+async def _flush_helps(fleet: Fleet, server: Server) -> bool:
+    """Flushes the prefix cache of a server that drifts; whether it no longer does, and is healthy."""
+    await fleet.not_offloaded.wait()
+    weights, why = fleet.published, f"{server.url}: has not the version, or that has no canaries"
+    for attempt in range(FLUSHES):
+        try:
+            if attempt:
+                await asyncio.sleep(1.0)
+            await server.api.flush_cache()
+            if weights and weights.canaries and await canary.prove(server, weights, "flush"):
+                now = await server.api.reported_weights(timeout_s=fleet.timeouts.lost_s)
+                return await _is_unharmed(fleet, server, now)
+            break
+        except ValueError as error:  # requests are ending
+            why = str(error)
+        except ServerError as error:
+            why = str(error)
+            break
+    log.warning("a flush of a server's prefix cache did not help: %s", why)
+    return False
+
+
+async def _reload(fleet: Fleet, server: Server, after: str) -> bool:
+    """Loads the newest version, that of a push in progress included; False if a newer one appeared meanwhile.
+
+    Raises as `load.load`, and Drift if it still drifts `after` this.
+    """
     async with fleet.publishing:
         weights = fleet.published
     server.reads = labels_of(weights)
@@ -107,9 +144,12 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
         if not server.released:  # a failed push may have left it paused, and paused SGLang does not abort requests
             await server.api.resume()
         if weights.base:
+            server.base = "" if server.drifts else server.base  # what is below adapters is loaded, too
             await lora.load(server, weights, weights.base, "abort")
         else:
             await load.load(server, weights, "abort")
+        if server.drifts and weights.canaries:
+            await canary.prove(server, weights, after)
     elif server.state == "weights_unknown" or not await _has_first(fleet, server):
         raise ServerError(f"{server.why}, and no version was published that it could load")
     async with fleet.publishing:

@@ -47,6 +47,8 @@ class Push:
         fetch it (docs/servers.md); "" = they fetch from this process.
       tolerance: largest mean absolute difference, in nats per token, between a server's and the trainer's
         log-probabilities of a known prompt; a server beyond it does not have the weights. 0 = do not compare.
+      canary_every: versions between canaries: comparisons of several prompts while servers generate, also over their
+        prefix caches (docs/reliability.md); 0 = none.
     """
 
     mode: Mode = "retract"
@@ -55,12 +57,13 @@ class Push:
     way: Literal["disk", "tensors"] = "disk"
     bucket: str = ""
     tolerance: float = 0.2
+    canary_every: int = 20
 
     def __post_init__(self):
-        if self.parallel_servers < 0 or not self.tolerance >= 0:
+        if self.parallel_servers < 0 or not self.tolerance >= 0 or self.canary_every < 0:
             raise ValueError(
-                "push: parallel_servers and tolerance must be at least 0, got "
-                f"{self.parallel_servers} and {self.tolerance}"
+                "push: parallel_servers, tolerance and canary_every must be at least 0, got "
+                f"{self.parallel_servers}, {self.tolerance} and {self.canary_every}"
             )
 
 
@@ -113,6 +116,7 @@ async def push_weights(
     parallel_servers: int = 0,
     arrays: Any = None,
     probe: Probe | None = None,
+    canaries: tuple[Probe, ...] = (),
 ) -> PushReport:
     """Pushes the weights in `directory` as version `label` to every healthy or offloaded server. Adapters are loaded
     over their base, without a pause (weights/lora.py).
@@ -129,6 +133,7 @@ async def push_weights(
       arrays: the weights in memory, for servers with a `handover`; recovering servers still read the directory.
         With directory "" the arrays are kept until the next push.
       probe: a prompt with the log-probabilities it has under these weights.
+      canaries: further ones, for `canary.check`.
 
     Raises ValueError before anything is paused, ServerError if no server loaded the weights or none is left.
     """
@@ -145,7 +150,7 @@ async def push_weights(
     now = asyncio.get_running_loop().time
     start = now()
     weights = lora.published(path, label) if written else Published("", label)
-    weights = replace(weights, arrays=arrays, probe=probe)
+    weights = replace(weights, arrays=arrays, probe=probe, canaries=canaries)
     attempts = fleet.timeouts.push_attempts
     for attempt in itertools.count(1):
         if not (written or fleet.not_offloaded.is_set()):  # the last version went with the released memory

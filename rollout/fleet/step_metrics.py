@@ -21,7 +21,7 @@ from .fleet import Fleet
 WORK = ("update_s", "save_s", "publish_s")  # parts of a step in which the trainer is busy
 PUSHED = ("total_s", "pause_s", "load_s", "prove_s", "stage_s", "bytes", "stage_bytes")  # fields of a push report
 SENT_AGAIN = ("busy", "refused", "broken", "rerouted", "strange")  # fleet counts of requests that are sent again
-KINDS = ("call", "group", "batch", "push", "left_out")  # events that are read
+KINDS = ("call", "group", "batch", "push", "left_out", "canary")  # events that are read
 
 
 class Figures:
@@ -57,6 +57,8 @@ class Figures:
         group_staleness: versions between their admission and the batch.
         push_...: of the pushes that ended in the step, added up, as in `push.PushReport`; of push_probe_diff
           the largest.
+        canary_...: of the comparisons of canaries in the step: the largest differences, and how many of
+          them were beyond their limits.
         too_long: rows that ended in the step and do not fit into a packed row.
         out_of_time: completions that ended in the step because their episode's time was over.
         The growth of `counts`, and request_retries: requests sent again.
@@ -75,7 +77,8 @@ class Figures:
         waits = self._fleet.waits.take()
         if waits.times:
             metrics |= {"request_wait_s": waits.sum / waits.times, "request_wait_s_max": waits.max}
-        return {**metrics, **self._servers(), **self._groups(of("group"), of("batch")), **_pushes(of("push"))}
+        metrics |= self._servers() | self._groups(of("group"), of("batch"))
+        return {**metrics, **_pushes(of("push")), **_canaries(of("canary"))}
 
     def live(self) -> dict[str, int]:
         """The fleet's current state, and its counts so far as `..._total`; may be called from any thread."""
@@ -131,3 +134,13 @@ def _pushes(ended: list[dict]) -> dict[str, float]:
     if probed := [push["probe_diff"] for push in ended if push["probe_diff"] is not None]:
         metrics["probe_diff"] = max(probed)
     return {f"push_{name}": value for name, value in metrics.items()}
+
+
+def _canaries(made: list[dict]) -> dict[str, float]:
+    if not made:
+        return {}
+    return {
+        "canary_diff": max(one["trainer"] for one in made),
+        "canary_cache_diff": max(one["cache"] for one in made),
+        "canary_drifts": sum(one["drifts"] for one in made),
+    }

@@ -67,6 +67,8 @@ class Server:
       proved: the tensors in the manifest of the newest version whose checksums it has proved, and these, by rank.
       probed: the newest probe that it has passed, and its own log-probabilities of it; None = none yet.
       read: the tokens of the last probe, and its own log-probabilities of them with the weights that it has.
+      first: its first differences on the canaries, which the limits of later ones derive from (`canary.Differences`).
+      drifts: a canary found it computing otherwise than the trainer, and none since has found it right.
       fresh: this run started it with the weights of `label` and has not pushed to it since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
       state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
@@ -106,6 +108,8 @@ class Server:
     proved: tuple[dict[str, dict], list[dict[str, str]]] = field(default_factory=lambda: ({}, []))
     probed: tuple[Probe, list[float]] | None = None
     read: tuple[tuple[int, ...], list[float]] | None = None
+    first: tuple[float, float, float] | None = None
+    drifts: bool = False
     fresh: bool = False
     weights_verified: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"

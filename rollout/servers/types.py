@@ -53,11 +53,13 @@ class Probe:
       logp: log-probability of each token but the first, at temperature 1, in nats.
       tolerance: largest accepted mean absolute difference from the server's, in nats per token. A different dtype alone
         causes 0.01 to 0.05.
+      dtype: the coarsest of the trainer's computation and of the weights that servers get, a key of `canary.ROUNDING`.
     """
 
     tokens: tuple[int, ...]
     logp: tuple[float, ...]
     tolerance: float = 0.2
+    dtype: str = "BF16"
 
     def __post_init__(self):
         if len(self.tokens) < 2 or len(self.logp) != len(self.tokens) - 1:
@@ -77,6 +79,7 @@ class Published:
       base: for adapters, the version of the base weights they belong to.
       arrays: the weights in memory, for servers with a `handover`; None = servers read the directory.
       probe: verifies what a server loaded.
+      canaries: probes that servers are compared with again while they serve (fleet/canary.py); () = not this version.
       checksums: those reported by the first verified server of each weight layout.
     """
 
@@ -85,6 +88,7 @@ class Published:
     base: Published | None = None
     arrays: Any = field(default=None, compare=False, repr=False)
     probe: Probe | None = field(default=None, compare=False, repr=False)
+    canaries: tuple[Probe, ...] = field(default=(), compare=False, repr=False)
     checksums: dict[str, list] = field(default_factory=dict, compare=False, repr=False)
 
 

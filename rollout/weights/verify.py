@@ -87,8 +87,8 @@ def probe_difference(server: Server, known: Probe, part: Part) -> float:
 
     Raises ServerError if it exceeds the tolerance, or the server's have not moved as the trainer's have.
     """
-    theirs = _of_prompt(server, part, len(known.tokens))
-    difference = _apart(theirs, known.logp)
+    theirs = of_prompt(server, part, len(known.tokens))
+    difference = apart(theirs, known.logp)
     if not difference <= known.tolerance:
         raise ServerError(
             f"{server.url}: log-probabilities of the probe must be within {known.tolerance:g} nats per token of the "
@@ -97,7 +97,7 @@ def probe_difference(server: Server, known: Probe, part: Part) -> float:
     server.read = known.tokens, theirs
     if server.probed and server.probed[0].tokens == known.tokens:
         before, theirs_before = server.probed
-        moved, there = _apart(known.logp, before.logp), _apart(theirs, theirs_before)
+        moved, there = apart(known.logp, before.logp), apart(theirs, theirs_before)
         if moved > MOVED and there < moved / 10:
             raise ServerError(
                 f"{server.url}: log-probabilities of the probe must move from version to version as the trainer's do, "
@@ -122,13 +122,13 @@ async def replaced(server: Server, *, timeout_s: float) -> str:
     tokens, before = read
     adapter = server.adapters[-1] if server.adapters else ""
     part = await server.api.read(tokens, adapter=adapter, timeout_s=timeout_s)
-    now = _of_prompt(server, part, len(tokens))
-    if server.read is not read or server.label != label or (moved := _apart(now, before)) <= 2 * MOVED:
+    now = of_prompt(server, part, len(tokens))
+    if server.read is not read or server.label != label or (moved := apart(now, before)) <= 2 * MOVED:
         return ""
     return f"log-probabilities of the probe have moved by {moved:.3g} nats per token, but its label is still {label!r}"
 
 
-def _of_prompt(server: Server, part: Part, tokens: int) -> list[float]:
+def of_prompt(server: Server, part: Part, tokens: int) -> list[float]:
     """The log-probabilities of each token of a prompt but the first; raises ServerError if there are not all."""
     theirs = [row[0] for row in part.inputs][1:]
     if len(theirs) != tokens - 1 or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
@@ -136,6 +136,6 @@ def _of_prompt(server: Server, part: Part, tokens: int) -> list[float]:
     return theirs
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
     """The mean absolute difference."""
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)

@@ -130,10 +130,12 @@ class SGLang:
 
     async def server_info(self, http: HTTPRequest) -> Response:
         """The server's options and state."""
+        options = self.engine.options
         return Answer(
             {
                 "model_path": self.service.tokenizer_path,
                 "dtype": self.service.dtype,
+                "quantization": " ".join(x for x in (options.weights, options.kv_cache_dtype) if x != "auto") or None,
                 "context_length": self.engine.context,
                 "max_running_requests": self.engine.slots,
                 "max_total_num_tokens": self.engine.stats()["capacity"],
