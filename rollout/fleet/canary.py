@@ -199,7 +199,7 @@ async def _score(server: Server, tokens: Sequence[int]) -> tuple[Sequence[int], 
     adapter = lora.choose(server, "")
     with lora.using(server, adapter):
         sent: Any = TokensPrompt(tuple(tokens))
-        part = lora.stamped(server, adapter, await ask(sent, SAMPLING, 0, None, None, server, adapter))
+        part = lora.stamped(server, adapter, await ask(sent, SAMPLING, 0, None, None, None, 1, server, adapter))
         whole = (*tokens, *part.tokens)
         read = await server.api.read(whole, adapter=adapter, cache_key=server.label)
     return whole, verify.of_prompt(server, read, len(whole)), part.logp, part.labels
