@@ -246,6 +246,7 @@ def _opened(path: Path, start: int, identity: Mapping[str, str]) -> tuple[sqlite
         db = sqlite3.connect(f"{path.absolute().as_uri()}?vfs=unix-none", uri=True, check_same_thread=False)
         db.text_factory = lambda text: text.decode(errors="replace")
         try:
+            db.execute("PRAGMA page_size = 1024")  # of a new file: half a page of each record is empty
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")

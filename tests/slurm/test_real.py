@@ -80,6 +80,7 @@ def script(place, *words, **settings):
     assert cli.main(["launch", "--on", "slurm", "--slurm.script", str(path), *map(str, words)]) == 0
     lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items())
     path.write_text(path.read_text().replace("set -u\n", f"set -u\n{lines}"))
+    os.chown(path, machines.USER, machines.USER)  # only its owner can read it
 
 
 def grpo(place, data, steps):
