@@ -1,15 +1,16 @@
 """Samples as bytes: every field exactly, less than 4 bytes a token.
 
-The values of each field are a MessagePack list, or the lengths of arrays and one array of them all, compressed by zstd.
-Of floats, bytes of equal significance stand together, because the high ones repeat; integers take no more bytes each
-than the largest needs. Images are named by their hashes; their bytes are stored once, elsewhere. Tokens of a completion
-that goes on are packed alike.
+The values of each field are a MessagePack list, or the lengths of arrays and one array of them all, compressed by zstd;
+those of a single sample, which a batch takes soon, in less time. Of floats, bytes of equal significance stand together,
+because the high ones repeat; integers take no more bytes each than the largest needs. Images are named by their hashes;
+their bytes are stored once, elsewhere. Tokens of a completion that goes on are packed alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,11 @@ from ..types import Generated, Image, Sample
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sample))
 LEVEL = 15  # of zstd: 0.3 ms a sample of 253 tokens; lower ones are larger by 2 %, higher ones smaller by 0.3 %
+QUICK = 1  # level of a single sample
 ARRAY, IMAGE, TUPLE = 1, 2, 3  # MessagePack extensions
 NO_IMAGES: dict[str, bytes] = {}
 WHOLE = "biuSUmM"  # kinds of arrays whose bytes stay in their order
+SIGNED, UNSIGNED = ([np.iinfo(kind) for kind in kinds] for kinds in ("bhiq", "BHIQ"))
 
 
 def packed(samples: Sequence[Sample], *, exact: bool) -> bytes:
@@ -51,7 +54,7 @@ def unpacked(data: bytes, image: Callable[[str], bytes]) -> list[Sample]:
     Raises ValueError for anything else.
     """
     with _named("samples"):
-        columns = [_apart(_inflated(column, image)) for column in msgpack.unpackb(data)]
+        columns = [_apart(column) for part in msgpack.unpackb(data) for column in _inflated(part, image)]
         return [Sample(**dict(zip(FIELDS, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
@@ -77,8 +80,10 @@ def mark(row: Any) -> str:
 
 
 def _compressed(samples: Sequence[Sample]) -> bytes:
-    deflate = zstandard.ZstdCompressor(LEVEL).compress
-    return msgpack.packb([deflate(_plain(_together([getattr(one, name) for one in samples]))) for name in FIELDS])
+    columns: list[Any] = [[getattr(one, name) for one in samples] for name in FIELDS]
+    parts = [columns] if len(samples) == 1 else [[_together(column)] for column in columns]
+    deflate = zstandard.ZstdCompressor(QUICK if len(samples) == 1 else LEVEL).compress
+    return msgpack.packb([deflate(_plain(part)) for part in parts])
 
 
 def _inflated(data: bytes, image: Callable[[str], bytes]) -> Any:
@@ -134,7 +139,7 @@ def _encoded(value: Any) -> Any:
         narrow = array.astype(_narrowest(array))
         content = _turned(np.ascontiguousarray(narrow).reshape(-1, 1).view(np.uint8), narrow.dtype).tobytes()
         shape = array.shape if kind is np.ndarray else None  # of a scalar
-        return msgpack.ExtType(ARRAY, msgpack.packb([str(array.dtype), str(narrow.dtype), shape, content]))
+        return msgpack.ExtType(ARRAY, msgpack.packb([_name(array.dtype), _name(narrow.dtype), shape, content]))
     if kind is Image:
         return msgpack.ExtType(IMAGE, value.hash.encode())
     if issubclass(kind, dict):
@@ -159,8 +164,10 @@ def _narrowest(array: np.ndarray) -> np.dtype:
     if array.dtype.kind not in "iu" or not array.size:
         return array.dtype
     low, high = int(array.min()), int(array.max())
-    bounds = [np.iinfo(kind) for kind in ("bhiq" if low < 0 else "BHIQ")]
-    return next(bound.dtype for bound in bounds if bound.min <= low and high <= bound.max)
+    return next(one.dtype for one in (SIGNED if low < 0 else UNSIGNED) if one.min <= low and high <= one.max)
+
+
+_name = functools.cache(str)  # of a dtype
 
 
 def _turned(content: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -33,7 +33,7 @@ from . import codec
 log = logging.getLogger(__name__)
 
 FILE = "journal.db"
-SCHEMA = f"3 {' '.join(codec.FIELDS)}"
+SCHEMA = f"4 {' '.join(codec.FIELDS)}"
 BEGUN = -1  # the episode that says that its group has begun
 OF_GROUPS = "episodes", "calls"  # tables of groups that no batch has taken
 TABLES = """
