@@ -36,7 +36,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def main(address: str, count: str, heartbeat_s: str) -> None:
     from jax._src.lib import _jax
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a scheduler, which sends them to all processes of a job
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a scheduler sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     service = _jax.get_distributed_runtime_service(address, int(count), heartbeat_timeout=int(heartbeat_s))
     sys.stdout.buffer.write(READY)

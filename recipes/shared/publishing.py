@@ -93,9 +93,7 @@ async def opened(
         with folder("", policy, run, start, jax.process_count()) as root:
             async with in_parts.opened(options, run_on_all) as parts:
                 write = writer(policy, root, tokens, None, dtype, written=(), others=parts.tensors)
-                yield WeightSync(
-                    settings, options.push, run_on_all, Path(model), root, write, parts=parts, dtype=dtype
-                )
+                yield WeightSync(settings, options.push, run_on_all, Path(model), root, write, parts=parts, dtype=dtype)
         return
     with folder(options.published, policy, run, start) as root:
         path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)

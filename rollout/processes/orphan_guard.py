@@ -25,6 +25,7 @@ ROUNDS = 100  # of looking for processes with a mark
 def main(lines: Iterable[str] = sys.stdin) -> None:
     if os.fork():
         os._exit(0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks other processes of the job for stacks
     groups, marks, folders = dict[int, float](), dict[int, str](), set[str]()
     for line in lines:
         sign, rest = line[0], line[1:].rstrip("\n")

@@ -48,13 +48,15 @@ REFUSED = {
     "x86_64": (0xC000003E, 319, 447, 29, 68, 64, 425),
     "aarch64": (0xC00000B7, 279, 447, 194, 186, 190, 425),
 }
+IGNORED = signal.SIGINT, signal.SIGUSR1  # schedulers send them to all processes of a job
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})  # `watch` waits for them
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     spec = json.loads(sys.argv[1])
     os.set_inheritable(spec["report"], False)
     guarded(supervise, spec)
@@ -306,7 +308,7 @@ def execute(spec: dict) -> None:
     forbid(REFUSED.get(os.uname().machine, ()))
     home = HOME if spec["mode"] in NAMESPACES else spec["folder"]
     os.chdir(home)
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+    for number in (*IGNORED, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     seconds = math.ceil(spec["cpu_s"])
