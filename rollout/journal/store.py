@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import sqlite3
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,7 @@ class Journal:
     def __init__(self, path: Path, db: sqlite3.Connection, pool: ThreadPoolExecutor, past: Past):
         self.path, self.past = path, past
         self._db, self._pool = db, pool  # the database is used in the pool's one thread
+        self._due: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._failed = self._unfit = False
 
     async def read(self, version: int) -> Batch:
@@ -205,19 +207,34 @@ class Journal:
         )
 
     def _written(self, write: Callable[[], None]) -> Future[None]:
-        """Runs `write` as a transaction in the database's thread. A full disk does not end the run: what is missing
-        here is generated again after a kill."""
+        """Runs `write` in the database's thread, with others that are due as one transaction. A full disk does not end
+        the run: what is missing here is generated again after a kill."""
+        done = Future[None]()
+        self._due.append((write, done))
+        if len(self._due) == 1:  # else the thread has not come to the first one yet
+            self._pool.submit(self._write_due)
+        return done
 
-        def transaction() -> None:
+    def _write_due(self) -> None:
+        while self._due:
+            taken: dict[Future[None], ValueError | None] = {}
             try:
                 with self._db:
-                    write()
+                    while self._due:
+                        write, done = self._due.popleft()
+                        if not done.set_running_or_notify_cancel():
+                            continue
+                        taken[done] = None
+                        try:
+                            write()
+                        except ValueError as error:  # it has not begun to write
+                            taken[done] = error
             except sqlite3.DatabaseError as error:  # the disk is full, or damaged
                 if not self._failed:
                     log.warning("%s: not all is written (%s): after a kill more is made again", self.path, error)
                 self._failed = True
-
-        return self._pool.submit(transaction)
+            for done, wrong in taken.items():
+                done.set_exception(wrong) if wrong else done.set_result(None)
 
 
 @contextlib.asynccontextmanager
