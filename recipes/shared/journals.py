@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from areax.adapters.tracking import progress
 from areax.recipes.shared import resume
 from areax.recipes.shared.rl_options import Evaluation, Saving, Serving
 from areax.rollout.journal import store
@@ -22,7 +23,7 @@ MOVED = "model", "teacher", "critic.model", "reward", "workflow", "row", "env", 
 @contextlib.asynccontextmanager
 async def opened(config: Any, run: str, start: int, known: dict[str, str], data: Any) -> AsyncIterator[Journal | None]:
     """Opens the journal of a `grpo.Config`; None with `--journal off`, which leaves nothing there for later processes
-    to take for this one's.
+    to take for this one's. A run that goes on says from what.
 
     Args:
       run: id of the run.
@@ -32,6 +33,7 @@ async def opened(config: Any, run: str, start: int, known: dict[str, str], data:
     """
     out, off = Path(config.out), config.saving.journal == "off"
     if off and not (out / store.FILE).exists():
+        _say(start, None)
         yield None
         return
     own = resume.options(replace(config, out="", serving=Serving(), evaluation=Evaluation(), saving=Saving()))
@@ -45,7 +47,24 @@ async def opened(config: Any, run: str, start: int, known: dict[str, str], data:
         "rows": _hash(data),
     }
     async with store.opened(out, start, identity) as journal:
+        _say(start, None if off else journal)
         yield None if off else journal
+
+
+def _say(start: int, journal: Journal | None) -> None:
+    """Says from what a run goes on; nothing of a new one."""
+    again, begun = (journal.past.batches, journal.past.begun) if journal else (range(0), {})
+    made = sum(len(group.episodes) for group in begun.values())
+    if not (start or again or made):
+        return
+    parts = [f"the state of step {start}" if start else "the first weights, since no state was saved"]
+    if again:
+        steps = f"step {again.stop}" if len(again) == 1 else f"steps {again.start + 1} to {again.stop}"
+        parts.append(f"it trains {steps} again, on the batches that were recorded")
+    if made:
+        parts.append(f"finished episodes of later steps: {made}")
+    source = f" ({journal.path})" if journal and (again or made) else ""
+    progress.say(f"grpo resumes from {'; '.join(parts)}{source}")
 
 
 def _hash(values: Any) -> str:

@@ -1,0 +1,36 @@
+"""What a run of reinforcement learning says of its journal when it starts."""
+
+import asyncio
+from dataclasses import replace
+
+from areax.recipes import grpo
+from areax.recipes.shared import journals
+from areax.recipes.shared.rl_options import Saving
+
+
+async def start(config, version, write=None):
+    async with journals.opened(config, "run", version, {}, {}) as journal:
+        if write:
+            await write(journal)
+
+
+def test_a_run_says_from_what_it_goes_on(tmp_path, capsys):
+    async def write(journal):
+        for version in range(3):
+            await journal.close_batch(version, [], {}, [])
+        journal.begin(7, 3, "row")
+        await journal.keep(7, 3, "row", 0, [])
+
+    def said(version, **given):
+        asyncio.run(start(replace(config, **given), version))
+        return capsys.readouterr().err.replace(f"{tmp_path}/", "")
+
+    config = grpo.Config(model="model", data="rows.jsonl", reward="rewards.py:score", out=str(tmp_path))
+    asyncio.run(start(config, 0, write))
+    assert not capsys.readouterr().err, "a new run has nothing to go on from"
+    kept = "; finished episodes of later steps: 1 (journal.db)\n"
+    again = "it trains {} again, on the batches that were recorded" + kept
+    assert said(0) == "grpo resumes from the first weights, since no state was saved; " + again.format("steps 1 to 3")
+    assert said(2) == "grpo resumes from the state of step 2; " + again.format("step 3")
+    assert said(3) == "grpo resumes from the state of step 3" + kept
+    assert said(3, saving=Saving(journal="off")) == "grpo resumes from the state of step 3\n"
