@@ -131,6 +131,7 @@ def test_a_recipes_own_option_of_that_name_is_no_alias():
             "there is no groups_per_batch=8; Tinker's groups_per_batch is here: --groups",
         ),
         ("train grpo", "group_size=8", "areax train grpo: write --group-size 8, got group_size=8; see"),
+        ("train grpo", "--model m --data d --reward r --stop-on reward=>0.5", "\"reward>=0.95@5\", got 'reward=>0.5'"),
         ("train grpo", "learning_rate=8", "areax train grpo: write --optim.lr 8, got learning_rate=8; see"),
         (
             "train grpo",

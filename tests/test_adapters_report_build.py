@@ -365,7 +365,7 @@ def test_unhealthy_metrics_are_reported_at_the_top(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = build.report(tmp_path).read_text()
     held = "in 6 of 10 steps of grpo, alarm at 8, last 9"
-    assert f"<b>Trainer and sampler disagree about tokens</b> (prob_error 1.11) {held}" in page
+    assert f"<b>Trainer and sampler disagree about tokens</b> (prob_error 1.11) {held}. mismatch_k3_now " in page
     assert "Few samples carry" not in page and "from 0.9 to 1.1" not in page and "to 1.05" in page
     for name in metric_catalog.ALARMS:
         assert name in metric_catalog.METRICS and metric_catalog.healthy(name)

@@ -90,7 +90,7 @@ def _unnamed(arguments: Sequence[str], known: set[str]) -> str:
     """What is wrong with values that no option takes, as other programs have them; "" if there are none."""
     for word in arguments:
         name, equals, value = word.partition("=")
-        if not equals or word.startswith("-"):
+        if not equals or word.startswith("-") or value[:1] in ("=", "<", ">"):  # a comparison, as of --stop-on
             continue
         if (here := other_names.renamed(name, known).replace("_", "-")) in known:
             return f"write --{here} {value}, got {word}"

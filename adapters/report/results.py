@@ -137,7 +137,7 @@ def _alarms(table: Table) -> Iterator[str]:
 
 
 def _sentence(words: str) -> str:
-    return escape(words[0].upper() + words[1:])
+    return escape(words if "_" in words.split()[0] else words[0].upper() + words[1:])  # a metric keeps its name
 
 
 def _not_finite(table: Table) -> Iterator[str]:

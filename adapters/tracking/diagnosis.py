@@ -89,7 +89,7 @@ def _out_of_bounds(
 
 SMALLER = "lower --optim.lr, --epochs or --minibatches"
 APART = "trainer and sampler disagree about tokens"
-DISAGREE = "mismatch_k3_now is that of the newest weights alone: if it is small, lower --eta; else compare dtypes"
+DISAGREE = "mismatch_k3_now compares tokens of the newest weights alone: if small, lower --eta; else compare dtypes"
 STALE = "samples are old or the sampler computes differently: lower --eta, or widen --objective.correction"
 NOTHING = "same_reward", "no_group_teaches", "unusable", "nothing_left", "no_learnt_tokens"  # they leave no gradient
 CONDITIONS = (
