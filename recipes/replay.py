@@ -40,14 +40,20 @@ PRESET = "--objective.name"
 SHOWN = 3  # metrics in a line
 WIDTH = 12  # of a column
 HEADS = {"gradient_norm": "|g|", "update_norm": "|u|", "clip_fraction": "clip", "effective_fraction": "teach"}
+LEGEND = (
+    "own: the run's options, other: those given; cos: cosine, 1 = the same direction; |g|, |u|: norms of gradient and "
+    "update; ess: effective sample size; clip: share of tokens clipped; teach: share of samples that teach; "
+    "kl: divergence from the reference (docs/replay.md)"
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Recomputes a run's updates from its journal, and compares parameters, metrics and states with the run's.
+    """Recomputes a run's updates from its journal, and compares them.
 
-    With other training options than the run's, such as --objective.name dapo, it says what these would have made of
-    the same samples at the same weights (docs/replay.md). --run.*, --mesh.*, --rows and --trie only say how to compute.
+    Parameters, metrics and states must be the run's, bit for bit. With other training options than the run's, such as
+    --objective.name gspo, it says what these would have made of the same samples at the same weights (docs/replay.md).
+    --run.*, --mesh.*, --rows and --trie only say how to compute.
 
     Attributes:
       from_: step after which to begin: at the newest state up to it that is kept; 0 = with the model that the run
@@ -145,6 +151,7 @@ def main(folder: str, arguments: Sequence[str]) -> int:
         with lines(options.out) as write:
             for step, figures in replay(run, journal, config, start, end, how, other):
                 if figures and not steps:
+                    say(LEGEND)
                     say(_heads(figures))
                 say(_row(step, figures) if figures else step)
                 write(step, figures)

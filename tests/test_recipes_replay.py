@@ -20,7 +20,7 @@ from areax.core import losses, packing
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
-from areax.recipes import grpo
+from areax.recipes import grpo, replay
 from areax.recipes.shared import recorded
 from areax.rollout.journal import codec, reading, store
 from areax.rollout.tasks import arithmetic
@@ -125,8 +125,9 @@ def test_other_objectives_are_compared_at_the_run_s_weights(place, capsys, tmp_p
         assert line["equal"] and abs(line["gradient_cosine"] - 1) < 1e-6 and abs(line["update_cosine"] - 1) < 1e-6
         assert line["own_clip_fraction"] == line["other_clip_fraction"] and line["own_ess"] == line["other_ess"]
     assert cli.main(["replay", str(place / "fresh"), "--objective.name=gspo", "--to", "2", "--out", str(tmp_path)]) == 0
-    _, head, *rows, end = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["step", "gradient", "cos", "own", "|g|", "other"] and len(rows) == 2
+    _, legend, head, *rows, end = capsys.readouterr().out.splitlines()
+    assert legend == replay.LEGEND and len(rows) == 2
+    assert head.split()[:6] == ["step", "gradient", "cos", "own", "|g|", "other"]
     found = [*run_dir.read_lines(tmp_path / run_dir.REPLAY)]
     assert [line["step"] for line in found] == [1, 2] and all(line["update_cosine"] < 1 for line in found)
     with reading.opened(place / "fresh") as journal:
