@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from areax.adapters.tracking import progress
+from areax.adapters.tracking import progress, run_dir
 from areax.recipes.shared import resume
 from areax.recipes.shared.rl_options import Evaluation, Saving, Serving
 from areax.rollout.journal import store
@@ -33,7 +33,7 @@ async def opened(config: Any, run: str, start: int, known: dict[str, str], data:
     """
     out, off = Path(config.out), config.saving.journal == "off"
     if off and not (out / store.FILE).exists():
-        _say(start, None)
+        _say(out, start, None)
         yield None
         return
     own = resume.options(replace(config, out="", serving=Serving(), evaluation=Evaluation(), saving=Saving()))
@@ -47,15 +47,17 @@ async def opened(config: Any, run: str, start: int, known: dict[str, str], data:
         "rows": _hash(data),
     }
     async with store.opened(out, start, identity) as journal:
-        _say(start, None if off else journal)
+        _say(out, start, None if off else journal)
         yield None if off else journal
 
 
-def _say(start: int, journal: Journal | None) -> None:
+def _say(out: Path, start: int, journal: Journal | None) -> None:
     """Says from what a run goes on; nothing of a new one."""
     again, begun = (journal.past.batches, journal.past.begun) if journal else (range(0), {})
     made = sum(len(group.episodes) for group in begun.values())
     if not (start or again or made):
+        if (out / run_dir.CONFIG).exists():  # of a former process
+            progress.say("grpo begins again with step 1: no state was saved, and no batch or episode recorded")
         return
     parts = [f"the state of step {start}" if start else "the first weights, since no state was saved"]
     if again:
