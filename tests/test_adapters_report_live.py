@@ -207,9 +207,10 @@ def test_other_options_are_refused_in_one_line(tmp_path, capsys, arguments, said
 def test_the_command_serves_until_a_signal(tmp_path):
     with followed.opened(tmp_path) as run:
         followed.log(run, 1)
-    command = [sys.executable, "-m", "areax", "report", "--serve", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "areax", "report", "--serve", str(tmp_path), f"{tmp_path}/later", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url, _, rest = process.stdout.readline().partition(" ")
-        assert rest == f"follows {tmp_path}; Ctrl-C ends it\n" and "1 step of grpo" in get(url)[1]
+        assert rest == f"follows {tmp_path} and {tmp_path}/later (does not exist yet); Ctrl-C ends it\n"
+        assert "1 step of grpo" in get(url)[1]
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(10) == 0 and process.stderr.read() == ""

@@ -239,7 +239,8 @@ def serve(paths: Sequence[Path], opened: Callable[[Path], Any], *, host: str, po
     with contextlib.closing(sock), ThreadPoolExecutor(1, "report") as pool:
         try:
             pool.submit(made.whole)  # the first to open the page does not wait for all that was logged
-            url, shown = http_process.address(sock.getsockname()), " and ".join(map(str, paths))
+            url = http_process.address(sock.getsockname())
+            shown = " and ".join(f"{path}{'' if path.exists() else ' (does not exist yet)'}" for path in paths)
             http_process.serve(app(made, pool, key), sock, f"{url} follows {shown}; Ctrl-C ends it")
         finally:
             pool.submit(made.close).result()
