@@ -34,6 +34,6 @@ def test_a_run_says_from_what_it_goes_on(tmp_path, capsys):
     assert said(2) == "grpo resumes from the state of step 2; " + again.format("step 3")
     assert said(3) == "grpo resumes from the state of step 3" + kept
     (tmp_path / "config.json").write_text("{}")
-    lost = "grpo begins again with step 1: no state was saved, and no batch or episode recorded\n"
+    lost = "grpo begins again with step 1: no state was saved, and no recorded batch or episode is usable\n"
     assert said(0, saving=Saving(journal="off")) == lost
     assert said(3, saving=Saving(journal="off")) == "grpo resumes from the state of step 3\n"

@@ -57,7 +57,9 @@ def _say(out: Path, start: int, journal: Journal | None) -> None:
     made = sum(len(group.episodes) for group in begun.values())
     if not (start or again or made):
         if (out / run_dir.CONFIG).exists():  # of a former process
-            progress.say("grpo begins again with step 1: no state was saved, and no batch or episode recorded")
+            progress.say(
+                "grpo begins again with step 1: no state was saved, and no recorded batch or episode is usable"
+            )
         return
     parts = [f"the state of step {start}" if start else "the first weights, since no state was saved"]
     if again:
