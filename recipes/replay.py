@@ -209,7 +209,7 @@ def stretch(run: recorded.Run, journal: reading.Reader, options: Options) -> tup
         )
     missing = sorted({*range(start, end)} - {*journal.versions})
     if missing:
-        there = [version for version in run.kept if {*range(version, end)} <= {*journal.versions}]
+        there = [version for version in run.kept if version < end and {*range(version, end)} <= {*journal.versions}]
         raise ValueError(
             f"{journal.path}: has no batch of step {missing[0] + 1}, which --journal prune or a fault has removed; "
             + (
@@ -291,7 +291,7 @@ def beside(run: recorded.Run, config: grpo.Config, trainer: Trainer, report: Map
     if pushed and not by_name:  # the label of adapters by name depends on the folder that they were in
         dtype = publishing.dtype(config.serving, config.training.run)
         label, _ = publishing.in_memory(policy.written, step, learner.weights(policy), dtype)
-    logged = run.metrics[step]
+    logged = run.metrics.get(step, {})  # a line may be lost
     own = {name: run_dir.plain(report[name]) for name in report.keys() & logged.keys()}
     differ = {name: (own[name], logged[name]) for name in sorted(own) if own[name] != logged[name]}
     state = distance(trainer, run.states, step) if step in run.kept else None

@@ -322,6 +322,8 @@ def test_bad_input_gives_a_one_line_error(tmp_path, case):
         ("metrics.jsonl", {"kind": "sft", "step": 1, "nonfinite": 3}, "nonfinite must be an object, got 3"),
         ("metrics.jsonl", {"kind": ["sft"], "step": None}, "step must be a number, got None"),
         ("samples.jsonl", {"kind": "sft", "step": 1, "tokens": 3}, "tokens must be a list, got 3"),
+        ("samples.jsonl", {"kind": "sft", "step": 1, "components": [1]}, "components must be an object, got [1]"),
+        ("samples.jsonl", {"kind": "sft", "step": 1, "adv_of_token": 5}, "adv_of_token must be a list, got 5"),
     ],
 )
 def test_a_line_with_a_field_of_another_type_is_named(tmp_path, file, line, said):

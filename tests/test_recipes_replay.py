@@ -83,6 +83,16 @@ def changed(run, copy, version, change):
 
 
 @pytest.mark.slow
+def test_a_lost_line_of_metrics_leaves_weights_to_compare(place, capsys, tmp_path):
+    shutil.copytree(place / "fresh", tmp_path / "run")
+    file = tmp_path / "run" / run_dir.METRICS
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] != 1))
+    code, found = run(capsys, tmp_path / "run", "--to", 2)
+    assert code == 0 and found["versions"] == 2
+
+
+@pytest.mark.slow
 def test_a_flipped_reward_differs_from_its_step_on(place, capsys):
     flip = lambda samples: [samples[0].replace(rewards=((len(samples[0].tokens) - 1, 2.0),)), *samples[1:]]
     copy = changed(place / "fresh", place / "flipped", 2, flip)

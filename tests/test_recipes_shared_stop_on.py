@@ -59,6 +59,7 @@ def test_an_alarm():
     "recipe, rule, said",
     [
         (sft, "kl", "--stop-on must be alarm, or METRIC>VALUE, .* got 'kl'; without quotes the shell"),
+        (sft, "alarm>0", "--stop-on must be alarm, or METRIC>VALUE, .* got 'alarm>0'; without quotes"),
         (sft, "nll<x", "--stop-on nll<x: got 'x' for a number"),
         (sft, "nll<nan", "--stop-on nll<nan: got 'nan' for a number"),
         (sft, "nll<1@0", "--stop-on nll<1@0: TIMES must be at least 1, got 0"),

@@ -200,13 +200,34 @@ def test_a_journal_behind_the_state_has_nothing(copy, caplog):
     assert past.batches == range(9, 9) and past.cursor is None and not caplog.text
 
 
-@pytest.mark.parametrize("name", ["run", "options"])
-def test_a_journal_of_another_run_or_other_options_keeps_only_what_was_before(copy, caplog, name):
-    past = opened(copy, start=2, **{name: "other"})
-    assert past == (range(2, 2), None, {}) and f"it is of another {name}" in caplog.text
-    assert opened(copy, start=2, **{name: "other"}).batches == range(2, 2)
+def test_a_journal_of_other_options_keeps_only_what_was_before(copy, caplog):
+    past = opened(copy, start=2, options="other")
+    assert past == (range(2, 2), None, {}) and "it is of another options" in caplog.text
+    assert opened(copy, start=2, options="other").batches == range(2, 2)
     caplog.clear()
     assert opened(copy, start=0).batches == range(0, 0) and "of another" in caplog.text
+
+
+def test_batches_of_former_options_are_not_used_when_an_older_state_comes_back(copy, caplog):
+    assert opened(copy, start=4, options="other").batches == range(4, 4)
+    assert opened(copy, six_batches, start=6, options="other") is None
+    caplog.clear()
+    assert opened(copy, start=2, options="other") == (range(2, 2), None, {})
+    assert "other options were given at version 4" in caplog.text
+    opened(copy, six_batches, start=2, options="other")
+    assert opened(copy, start=2, options="other").batches == range(2, 6)
+
+
+def test_batches_of_another_run_are_forgotten(copy, caplog):
+    assert opened(copy, start=4, run="other") == (range(4, 4), None, {}) and "it is of another run" in caplog.text
+    with contextlib.closing(sqlite3.connect(copy / store.FILE)) as db:
+        assert not db.execute("SELECT version FROM batches").fetchall()
+
+
+def test_a_folder_in_the_place_of_the_file_is_an_error_in_one_line(tmp_path):
+    (tmp_path / store.FILE).mkdir()
+    with pytest.raises(OSError, match=r"journal\.db: unable to open .*; make it a file"):
+        opened(tmp_path)
 
 
 def test_a_file_of_another_schema_is_put_aside(copy, caplog, monkeypatch):

@@ -29,7 +29,7 @@ UNSEEN = re.compile(
 )
 
 FIELDS: rows.Types = rows.FIELDS | {name: (list,) for name in ("tokens", "logp", "version_of_token")}
-FIELDS["trainer_logp"] = list, type(None)
+FIELDS |= {"trainer_logp": (list, type(None)), "adv_of_token": (list, type(None)), "components": (dict, type(None))}
 MODES = (
     ("logp", "log-probability"), ("version", "policy version"), ("gap", "trainer − sampler"), ("advantage", "advantage")
 )  # fmt: skip

@@ -64,7 +64,7 @@ class Rule:
         if text == ALARM:
             return cls(text, ALARM)
         found = FORM.fullmatch(text)
-        if found is None:
+        if found is None or found[1] == ALARM:
             raise ValueError(
                 f'--stop-on must be {ALARM}, or METRIC>VALUE, with >, >=, < or <= and perhaps @TIMES, as in "kl>0.5" '
                 f'or "reward>=0.95@5", got {text!r}; without quotes the shell takes > and < for itself'

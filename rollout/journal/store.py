@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FILE = "journal.db"
 SCHEMA = f"4 {' '.join(codec.FIELDS)}"
+SINCE = "since"  # in meta: the first version whose batch was recorded by the run and with the options there
 BEGUN = -1  # the episode that says that its group has begun
 OF_GROUPS = "episodes", "calls"  # tables of groups that no batch has taken
 TABLES = """
@@ -260,7 +261,10 @@ async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> Async
 
 def _opened(path: Path, start: int, identity: Mapping[str, str]) -> tuple[sqlite3.Connection, Past]:
     for last in (False, True):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?vfs=unix-none", uri=True, check_same_thread=False)
+        try:
+            db = sqlite3.connect(f"{path.absolute().as_uri()}?vfs=unix-none", uri=True, check_same_thread=False)
+        except sqlite3.OperationalError as error:
+            raise OSError(f"{path}: {error}; make it a file that can be written, or remove it") from error
         db.text_factory = lambda text: text.decode(errors="replace")
         try:
             db.execute("PRAGMA page_size = 1024")  # of a new file: half a page of each record is empty
@@ -288,20 +292,25 @@ def _past(db: sqlite3.Connection, path: Path, start: int, now: dict[str, str]) -
     others = [name for name in now if then and then.get(name) != now[name]]
     if "schema" in others:
         raise sqlite3.DatabaseError("it was written by another version of areax")
+    since = int(then.get(SINCE, 0))
+    foreign = bool(others) or start < since
     [[newest]] = db.execute("SELECT max(version) FROM batches").fetchall()
-    end, cursor, why = start, None, f"it is of another {' and '.join(others)}"
-    while not others and newest is not None and end <= newest:
+    end, cursor = start, None
+    why = f"it is of another {' and '.join(others)}" if others else f"other options were given at version {since}"
+    while not foreign and newest is not None and end <= newest:
         try:
             cursor, end = _batch(db, path, end).cursor, end + 1
         except ValueError as error:
             why = str(error)
             break
-    begun = {} if others else _begun(db, path)
-    gone = db.execute("DELETE FROM batches WHERE version >= ?", (end,)).rowcount
-    gone += sum(db.execute(f"DELETE FROM {table}").rowcount for table in OF_GROUPS) if others else 0
+    begun = {} if foreign else _begun(db, path)
+    first = 0 if "run" in others else end
+    gone = db.execute("DELETE FROM batches WHERE version >= ?", (first,)).rowcount
+    gone += sum(db.execute(f"DELETE FROM {table}").rowcount for table in OF_GROUPS) if foreign else 0
+    now = now | {SINCE: str(start if foreign else since)}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
     if gone:
-        log.warning("%s: what it has from version %d on is generated again: %s", path, end, why)
+        log.warning("%s: what it has from version %d on is generated again: %s", path, first, why)
     return Past(range(start, end), cursor, begun)
 
 
