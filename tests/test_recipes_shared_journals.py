@@ -1,11 +1,13 @@
-"""What a run of reinforcement learning says of its journal when it starts."""
+"""What a run of reinforcement learning says of its journal when it starts, and which options that belongs to."""
 
 import asyncio
 from dataclasses import replace
 
+from areax.adapters.command_line.options import replaced
 from areax.recipes import grpo
 from areax.recipes.shared import journals
 from areax.recipes.shared.rl_options import Saving
+from areax.rollout.fleet.push import Push
 
 
 async def start(config, version, write=None):
@@ -37,3 +39,26 @@ def test_a_run_says_from_what_it_goes_on(tmp_path, capsys):
     lost = "grpo begins again with step 1: no state was saved, and no recorded batch or episode is usable\n"
     assert said(0, saving=Saving(journal="off")) == lost
     assert said(3, saving=Saving(journal="off")) == "grpo resumes from the state of step 3\n"
+
+
+def past(config):
+    """The versions that a process with these options finds; adds a batch behind them."""
+
+    async def main():
+        async with journals.opened(config, "run", 0, {}, {}) as journal:
+            found = journal.past.batches
+            await journal.close_batch(len(found), [], {}, [])
+            return found
+
+    return asyncio.run(main())
+
+
+def test_options_of_servers_evaluations_and_the_end_may_change(tmp_path):
+    """Also those that need each other, such as --stop-on of a held-out metric."""
+    config = grpo.Config("model", "data", "reward", out=str(tmp_path))
+    held = replaced(config, heldout=("rows.jsonl",), stop_on=("accuracy>0.9",))
+    for i, now in enumerate((config, held, replaced(held, eta=0, stop_on=("rest_s>9",), colocated=True))):
+        assert past(now) == range(i if i < 2 else 0)
+    for i, now in enumerate((replaced(config, eta=0, steps=3), replaced(config, eta=0, push=Push(tolerance=0))), 1):
+        assert past(now) == range(i)
+    assert past(replaced(config, eta=0, groups=7)) == range(0)

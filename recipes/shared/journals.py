@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from areax.recipes.shared.rl_options import Evaluation, Saving, Serving
 from areax.rollout.journal import store
 from areax.rollout.journal.store import Journal
 
-FREE = "steps", "max-concurrent", "reward-workers", "rows"  # options on which no episode depends
+FREE = "out", "steps", "stop-on", "max-concurrent", "reward-workers", "rows"  # options on which no episode depends
+FREE_GROUPS = Serving(), Evaluation(), Saving()  # and groups of them
 ROUNDING = "run.", "mesh."  # beginnings of those that change the rounding of results alone
 MOVED = "model", "teacher", "critic.model", "reward", "workflow", "row", "env", "data"  # whose contents count
 
@@ -36,9 +36,10 @@ async def opened(config: Any, run: str, start: int, known: dict[str, str], data:
         _say(out, start, None)
         yield None
         return
-    own = resume.options(replace(config, out="", serving=Serving(), evaluation=Evaluation(), saving=Saving()))
+    own = resume.options(config)
     own |= {name: str(own[name]).rpartition("/")[2] for name in MOVED}
-    options = {name: value for name, value in own.items() if not (name in FREE or name.startswith(ROUNDING))}
+    free = {*FREE, *(name for group in FREE_GROUPS for name in resume.options(group))}
+    options = {name: value for name, value in own.items() if not (name in free or name.startswith(ROUNDING))}
     content = {name: value for name, value in known.items() if not name.startswith("--")}
     identity = {
         "run": run,
