@@ -92,6 +92,26 @@ def test_a_lost_line_of_metrics_leaves_weights_to_compare(place, capsys, tmp_pat
     assert code == 0 and found["versions"] == 2
 
 
+def test_options_of_a_run_that_went_back_before_their_change(tmp_path):
+    """From an older state, or from the beginning, with the newer options."""
+    (tmp_path / run_dir.METRICS).write_text('{"kind": "grpo", "step": 1}\n')
+    change = {"kind": "options", "version": 6, "former": "config.1.json"}
+    push = lambda *versions: [{"kind": "push", "label": f"{v}-abc"} for v in versions]
+
+    def changes(*events):
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps({"at": 0, **one}) + "\n" for one in events))
+        return recorded.read(tmp_path).changes
+
+    before = [*push(5, 6), change, *push(6, 7)]
+    assert changes(*before) == [(6, "config.1.json")]
+    assert changes(*before, *push(3, 4, 8)) == [(3, "config.1.json")]
+    assert recorded.options(recorded.read(tmp_path), 3, 8) == [(3, tmp_path / "config.json")]
+    back = {"kind": "options", "version": 3, "former": "config.2.json"}
+    assert changes(*before, back, *push(3, 4, 8)) == [(3, "config.1.json")]
+    assert changes(*before, *push(0, 1)) == [(0, "config.1.json")]
+    assert recorded.options(recorded.read(tmp_path), 0, 8) == [(0, tmp_path / "config.json")]
+
+
 @pytest.mark.slow
 def test_a_flipped_reward_differs_from_its_step_on(place, capsys):
     flip = lambda samples: [samples[0].replace(rewards=((len(samples[0].tokens) - 1, 2.0),)), *samples[1:]]

@@ -47,10 +47,17 @@ def read(path: Path) -> Run:
     events = [*run_dir.read_lines(file)] if file.is_file() else []
     labels = [event["label"] for event in events if event["kind"] == "push"]
     changes: list[tuple[int, str]] = []
-    for event in (event for event in events if event["kind"] == "options"):
-        undone = [file for version, file in changes if version >= event["version"]]  # it went on from before them
-        changes = [change for change in changes if change[0] < event["version"]]
-        changes.append((event["version"], [*undone, event["former"]][0]))
+    for event in events:
+        if event["kind"] == "options":
+            undone = [file for version, file in changes if version >= event["version"]]  # it went on from before them
+            changes = [change for change in changes if change[0] < event["version"]]
+            changes.append((event["version"], [*undone, event["former"]][0]))
+        elif event["kind"] == "push":  # the first of a process is of the version that it goes on from
+            begin = int(event["label"].partition("-")[0])
+            undone = [file for version, file in changes if version > begin]
+            changes = [change for change in changes if change[0] <= begin]
+            if undone and begin not in dict(changes):  # an older state, with the options that the run had by then
+                changes.append((begin, undone[0]))
     return Run(path, metrics, {int(label.partition("-")[0]): label for label in labels}, changes)
 
 
