@@ -4,7 +4,7 @@
     episodes  prompt, episode, admitted, row (its hash), samples: of groups that no batch has taken yet
     calls     prompt, episode, call, start, admitted, request (its hash), tokens from `start` on: of episodes that go on
     images    hash, data, used: the last version whose samples have it
-    meta      schema, run, and what its episodes depend on
+    meta      schema, run, what its episodes depend on, and since which version of the run that holds
 
 Every record has a hash of its bytes. A record is written before what it says is used, so that a killed process loses
 what it was in the middle of, and nothing else: a batch is in the journal when it is handed out, an episode when its
