@@ -19,6 +19,7 @@ from areax.core.optim import Optimizer
 from areax.recipes import eval, grpo
 from areax.recipes.shared import environments
 from areax.rollout import object_path
+from areax.rollout.journal import store
 from areax.rollout.scheduling.curriculum import Prompts
 from areax.rollout.types import Sampling
 from areax.rollout.workflows import environments as worlds
@@ -291,6 +292,7 @@ def test_a_run_trains_on_an_environment_and_goes_on(place, file):
     asked = {seed for seed in made if seed < environments.HELDOUT}
     assert {0, 1, 2, 3} <= asked and {2**30, 2**30 + 1, 2**30 + 2} == {*made} - asked
     tiny.cut_off(place / "run", place / "again", 1)
+    (place / "again" / store.FILE).unlink()  # which has the episodes of the second step
     made.clear()
     done = grpo.main(replaced(run(place, file), out=str(place / "again")))
     assert done["complete"] and min(set(made) - {0}) == 2  # 0 was only tried before the run

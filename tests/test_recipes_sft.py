@@ -426,7 +426,7 @@ def test_the_terminal_says_what_a_run_does_and_that_it_learns_nothing(place, cap
     said = capsys.readouterr().err
     for begin in (f"loading {place}/model, ", "sft compiling the first step", "sft evaluating 200 rows", "writing "):
         assert re.search(rf"^{re.escape(begin)}.*\.\.\.$", said, re.M), said
-    assert said.count("sft step 1: the weights did not change (update_ratio 0): look at --optim.lr") == 1
+    assert said.count("sft step 1: the weights did not change (update_ratio 0; alarm: update_ratio is 0): look at") == 1
     assert "What to look at" in (place / "frozen/report.html").read_text()
 
 
