@@ -249,7 +249,7 @@ def test_a_process_that_cannot_write_its_part_ends_the_run_by_its_name(place):
         finally:
             jobs.end(running)
     line = r"process 1 of 2 \(pid \d+ on \S+\) ended: OSError: .*File too large: '.*/model-00002-of-00002"
-    assert re.search(line, (folder / "logs/0.log").read_text().splitlines()[-1])
+    assert re.search(line, (folder / "logs/0.log").read_text())  # a request that broke off may say so behind it
 
 
 def test_states_need_a_folder_that_all_processes_see(place):
