@@ -19,10 +19,10 @@ from areax.recipes import grpo
 from areax.recipes.shared import describe, recorded
 from areax.rollout.types import Sample
 
+NEEDS_MODELS = "Advantages come from models here (critic, teacher or reference): areax replay has them."
 
-def of(
-    run: Path, groups: Sequence[Sequence[Sample]], version: int
-) -> tuple[Sequence[np.ndarray | None], str]:  # fmt: skip
+
+def of(run: Path, groups: Sequence[Sequence[Sample]], version: int) -> tuple[Sequence[np.ndarray | None], str]:
     """(f[n] for each sample of the batch that version `version` was trained on, ""), or Nones and the reason."""
     flat = [sample for group in groups for sample in group]
     try:
@@ -34,9 +34,7 @@ def of(
         return [None] * len(flat), f"Advantages need the run's options: {error}"
     objective, size = config.training.objective, len(groups) // config.training.minibatches
     if objective.needs_values or objective.advantage.teacher or (objective.kl.coef and objective.kl.place == "reward"):
-        return [None] * len(
-            flat
-        ), "Advantages come from models here (critic, teacher or reference): areax replay has them."
+        return [None] * len(flat), NEEDS_MODELS
     jax.config.update("jax_platforms", "cpu")  # accelerators belong to the run
     if config.rewards.shuffle_rewards:
         groups = describe.shuffled([list(group) for group in groups], seed=(config.seed, version))

@@ -324,7 +324,7 @@ def test_a_full_disk_loses_records_but_not_the_run(small, caplog):
     (small / "ballast").write_bytes(bytes(300_000))
     opened(small, fill)
     [line] = caplog.messages
-    assert "not all is written (database or disk is full): after a kill more is made again" in line
+    assert "not all was written (database or disk is full); after a kill, more is generated again" in line
     (small / "ballast").unlink()
     past = opened(small)
     assert 2 < len(past.batches) < 40 and past.cursor == {"batch": past.batches.stop}

@@ -81,8 +81,9 @@ def mark(row: Any) -> str:
 
 def _compressed(samples: Sequence[Sample]) -> bytes:
     columns: list[Any] = [[getattr(one, name) for one in samples] for name in FIELDS]
-    parts = [columns] if len(samples) == 1 else [[_together(column)] for column in columns]
-    deflate = zstandard.ZstdCompressor(QUICK if len(samples) == 1 else LEVEL).compress
+    few = len(samples) < 2
+    parts = [columns] if few else [[_together(column)] for column in columns]
+    deflate = zstandard.ZstdCompressor(QUICK if few else LEVEL).compress
     return msgpack.packb([deflate(_plain(part)) for part in parts])
 
 

@@ -117,7 +117,7 @@ class Journal:
         """Records that a group has begun, without waiting for it; arguments as of `keep`."""
 
         def write() -> None:
-            self._put((prompt, BEGUN, admitted, row), codec.packed([], exact=True))
+            self._put((prompt, BEGUN, admitted, row), b"")
             self._db.execute("DELETE FROM calls WHERE prompt = ? AND admitted != ?", (prompt, admitted))
 
         self._written(write)
@@ -232,7 +232,7 @@ class Journal:
                             taken[done] = error
             except sqlite3.DatabaseError as error:  # the disk is full, or damaged
                 if not self._failed:
-                    log.warning("%s: not all is written (%s): after a kill more is made again", self.path, error)
+                    log.warning("%s: not all was written (%s); after a kill, more is generated again", self.path, error)
                 self._failed = True
             for done, wrong in taken.items():
                 done.set_exception(wrong) if wrong else done.set_result(None)
@@ -243,7 +243,7 @@ async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> Async
     """Opens the journal in a run's directory, for a process that goes on from version `start`.
 
     What it holds from there on is only used if it was recorded by the same run with the same options. A damaged file,
-    or one of another schema, is put aside; a damaged record ends what is used; each with a line.
+    or one of another schema, is renamed; a damaged record ends what is used; each with a line.
 
     Args:
       identity: the run's id, and what its episodes and batches depend on.
