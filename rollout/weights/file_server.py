@@ -149,7 +149,9 @@ class FileServer:
 
     async def _part(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         self._check_key(request)
-        _, tensors = await asyncio.shield(self._parts[request.match_info["version"]])
+        if not (version := request.match_info["version"]).isdecimal():
+            raise aiohttp.web.HTTPNotFound(text=f"a part has the number of a version, got {version[:80]}")
+        _, tensors = await asyncio.shield(self._parts[version])
         return aiohttp.web.json_response(tensors)
 
     async def _named(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
