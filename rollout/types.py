@@ -224,15 +224,20 @@ def sampled(
     sampler never read.
     """
     n, m = len(prompt_tokens) + len(completion.tokens), len(prompt_tokens)
-    pad = lambda value, values, dtype: np.asarray([value] * m + list(values), dtype)  # noqa: E731
+
+    def padded(value: float, values: Sequence[float], dtype: type) -> np.ndarray:
+        array: np.ndarray = np.full(n, value, dtype)
+        array[m:] = values
+        return array
+
     if completion.routed is not None:
         routed = np.pad(completion.routed, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
         fields["arrays"] = {**fields.get("arrays", {}), "routed_experts": ("input", routed)}
     return Sample(
         tokens=np.asarray([*prompt_tokens, *completion.tokens], np.int32),
         mask=np.arange(n) >= m,
-        logp=pad(0.0, completion.logp, np.float32),
-        version=pad(-1, completion.version, np.int32),
+        logp=padded(0.0, completion.logp, np.float32),
+        version=padded(-1, completion.version, np.int32),
         turn=np.zeros(n, np.int32),
         temperature=temperature,
         rewards=((n - 1, reward),),

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from .. import events
 from ..errors import ServerError
+from ..processes.turns import turn
 from ..servers.image_tokens import TokensPrompt
 from ..servers.server import Server
 from ..servers.types import Probe, Published
 from ..weights import lora, verify
 from .attempt import ask
 from .fleet import Fleet
-from .stagger import stagger
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +87,11 @@ async def check(fleet: Fleet) -> None:
     that does not answer, or has no or another version, is left to the next time."""
     weights = fleet.published
     if weights and weights.canaries:
-        await asyncio.gather(*(_check(fleet, server, weights, i) for i, server in enumerate(fleet.healthy)))
+        await asyncio.gather(*(_check(fleet, server, weights) for server in fleet.healthy))
 
 
-async def _check(fleet: Fleet, server: Server, weights: Published, number: int) -> None:
-    await stagger(number)
+async def _check(fleet: Fleet, server: Server, weights: Published) -> None:
+    await turn()
     try:
         await fleet.on(server, prove(server, weights))
     except Drift as error:

@@ -27,6 +27,7 @@ from .. import events
 from ..errors import ServerError
 from ..processes import addresses
 from ..processes.http_answers import Broken, Busy, Unreached, backoff
+from ..processes.turns import turn
 from ..servers import concurrency as pressure
 from ..servers import gauges, image_tokens, prefix_routing
 from ..servers.labels import version_of
@@ -511,7 +512,9 @@ class Fleet:
     async def _verified(self, server: Server, attempt: Attempt, adapter: str) -> Part:
         """The attempt's answer, held back until the weights the server had loaded by then are verified."""
         part = await attempt(server, adapter)  # called here: the task may be cancelled before it begins
-        await server.weights_verified.wait()
+        if not server.weights_verified.is_set():
+            await server.weights_verified.wait()
+            await turn()  # as many others
         return part
 
     def _update_concurrency_limit(self, server: Server, sent: float, *, preempted: bool) -> None:

@@ -22,6 +22,7 @@ import itertools
 import logging
 
 from ..errors import ServerError
+from ..processes.turns import turn
 from ..servers.concurrency import Limit
 from ..servers.labels import version_of
 from ..servers.server import Server
@@ -29,7 +30,6 @@ from ..servers.types import Reported
 from ..weights import load, lora, verify
 from . import canary
 from .fleet import Fleet, Restart, labels_of
-from .stagger import stagger
 
 log = logging.getLogger(__name__)
 
@@ -202,14 +202,14 @@ async def watch(fleet: Fleet) -> None:
     idle = Idle()
     while True:
         await asyncio.sleep(fleet.timeouts.heartbeat_s)
-        await asyncio.gather(*(_check(fleet, server, i) for i, server in enumerate(fleet.healthy)))
-        await asyncio.gather(*(_read_load(fleet, server, pauses, idle, i) for i, server in enumerate(fleet.healthy)))
+        await asyncio.gather(*(_check(fleet, server) for server in fleet.healthy))
+        await asyncio.gather(*(_read_load(fleet, server, pauses, idle) for server in fleet.healthy))
 
 
-async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], idle: Idle, number: int) -> None:
+async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], idle: Idle) -> None:
     """Adjusts the server's limit to its load report, unless a push has just disturbed its queue; says if it runs
     nothing. It is not resumed: another run may be loading weights into it."""
-    await stagger(number)
+    await turn()
     report = await server.api.reported_load(timeout_s=fleet.timeouts.load_report_s)
     before, pauses[server] = pauses.get(server), server.pauses
     report = report if server.pauses == before else None
@@ -222,8 +222,8 @@ async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int], id
         )  # fmt: skip
 
 
-async def _check(fleet: Fleet, server: Server, number: int) -> None:
-    await stagger(number)
+async def _check(fleet: Fleet, server: Server) -> None:
+    await turn()
     oldest = server.admitted
     try:
         now = await server.api.reported_weights(timeout_s=fleet.timeouts.heartbeat_answer_s)

@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple, get_args
 from .. import events
 from ..errors import ServerError
 from ..processes.http_answers import Unreached
+from ..processes.turns import turn
 from ..servers.labels import MANIFEST, manifest_bytes, version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Loaded, Probe, Published
 from ..weights import load, lora
 from .fleet import Fleet, Rerouted
-from .stagger import stagger
 
 log = logging.getLogger(__name__)
 
@@ -160,9 +160,7 @@ async def push_weights(
         async with fleet.publishing:
             servers = [server for server in fleet.servers if server.state in SOUND]
             slots = asyncio.Semaphore(parallel_servers or len(servers))
-            results = await asyncio.gather(
-                *(_push_to_one(fleet, server, weights, mode, slots, number) for number, server in enumerate(servers))
-            )
+            results = await asyncio.gather(*(_push_to_one(fleet, server, weights, mode, slots) for server in servers))
             by_url = list(zip((server.url for server in servers), results, strict=True))
             loaded = {url: result for url, result in by_url if not isinstance(result, str)}
             failed = {url: result for url, result in by_url if isinstance(result, str)}
@@ -213,10 +211,10 @@ async def _wait_for_servers(fleet: Fleet) -> None:
 
 
 async def _push_to_one(
-    fleet: Fleet, server: Server, weights: Published, mode: str, slots: asyncio.Semaphore, number: int
+    fleet: Fleet, server: Server, weights: Published, mode: str, slots: asyncio.Semaphore
 ) -> PushTiming | str:
-    """The timing, or why the server did not load the weights; `number` is its place among those that begin."""
-    await stagger(number)
+    """The timing, or why the server did not load the weights."""
+    await turn()
     now = asyncio.get_running_loop().time
     begun = now()
     fetched = 0

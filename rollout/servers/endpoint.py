@@ -29,9 +29,11 @@ from ..processes.http_answers import (
     read_body,
 )
 from ..processes.printable import printable
+from ..processes.turns import turn
 
 LARGEST_ERROR = 2**20  # bytes of an answer with an error
 LARGEST = 2**26  # bytes of an answer, if the call says nothing else
+SHORT = 2**12  # bytes of an answer that takes no time to read
 
 
 class Missing(ValueError):
@@ -127,6 +129,8 @@ async def _answer(
     if on_event and status == 200:
         return await _last_event(where, reply, on_event, most)
     data = await read_body(reply, where, most if status == 200 else LARGEST_ERROR)
+    if len(data) > SHORT:
+        await turn()
     check_taken(where, reply, data)
     page = _is_page(data, status)  # a proxy's, not the server's own
     if 400 <= status < 500 and not (page and reply.method == "POST"):
@@ -157,6 +161,7 @@ async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Calla
             raise ServerError(f"{where}: an event has more than {most} bytes")
         if b"\n" not in piece:
             continue
+        await turn()
         *lines, left = bytes(rest).split(b"\n")
         rest = bytearray(left)
         for line in lines:
