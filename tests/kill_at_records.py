@@ -9,12 +9,12 @@ which episodes were generated, which are in the journal, what a killed process l
 tokens), and what was taken of them. All processes are forks of this one, which has imported what they need.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import importlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,7 +32,8 @@ from areax.rollout.journal import calls, store
 
 def die_at(number, log, others, each):
     """Kills this process at the record `number`: in turns before and after it is in the file."""
-    written, keep, count, writing = store.Journal._written, store.Journal.keep, 0, ""
+    written, keep, record = store.Journal._written, store.Journal.keep, store.Journal._record
+    count, writing = 0, ""
     words = itertools.cycle(others)
 
     def counted(self, write):
@@ -49,17 +50,18 @@ def die_at(number, log, others, each):
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    async def kept(self, prompt, admitted, row, episode, samples, **more):
-        nonlocal writing
+    def ended(self, prompt, admitted, row, episode, samples, seconds, **more):
         log.write(f"generated {prompt}/{episode}\n")
-        writing = said = f"kept {prompt}/{episode}\n"  # until `keep` waits, which it does behind `_written`
-        asyncio.get_running_loop().call_soon(unset)
-        await keep(self, prompt, admitted, row, episode, samples, **more)
-        log.write(said)
+        keep(self, prompt, admitted, row, episode, samples, math.inf, **more)  # each as soon as it has ended
 
-    def unset():
+    def recorded(self, keys):
         nonlocal writing
+        names = [f"{prompt}/{episode}" for prompt, episode in keys if episode != store.BEGUN]
+        writing = said = "".join(f"kept {name}\n" for name in names)
+        done = record(self, keys)
         writing = ""
+        done.add_done_callback(lambda _: log.write(said))
+        return done
 
     begun, found = calls.Calls.__init__, calls.Calls.begun
 
@@ -73,7 +75,7 @@ def die_at(number, log, others, each):
             log.write(f"recalled {self.place}/{number} {len(made.tokens)} {made.finish}\n")
         return made
 
-    store.Journal._written, store.Journal.keep = counted, kept
+    store.Journal._written, store.Journal.keep, store.Journal._record = counted, ended, recorded
     calls.Calls.__init__, calls.Calls.begun = placed, told
 
 

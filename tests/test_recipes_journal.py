@@ -54,8 +54,8 @@ def of_a_script(place, out, url, eta):
     return config(place, out, url, eta=eta, max_concurrent=2 * GROUPS, push=Push(tolerance=0), save_every=4)
 
 
-def few_steps(place, out):
-    return config(place, out, steps=5)
+def of_steps(place, out, steps):
+    return config(place, out, steps=steps)
 
 
 def of_two_turns(place, out, url):
@@ -124,11 +124,13 @@ def test_at_eta_0_a_killed_run_has_its_calls_again_without_generating_them(place
 
 
 @pytest.mark.long
-def test_killed_servers_and_reward_workers_change_nothing(place):
-    grpo.main(few_steps(place, "whole"))
-    said = killed(place, "few_steps", deaths=[23], others=["areax.rollout.rewards.worker", "-m areax serve"], each=9)
-    check(place, said, 5)
-    assert sum(what == "killed" for what, _ in said) >= 4
+@pytest.mark.parametrize(("steps", "each", "times"), [(5, 9, 2), (24, 2, 50)])
+def test_killed_servers_and_reward_workers_change_nothing(place, steps, each, times):
+    others = ["areax.rollout.rewards.worker", "-m areax serve"]
+    grpo.main(of_steps(place, "whole", steps))
+    said = killed(place, "of_steps", steps, deaths=[23], others=others, each=each)
+    check(place, said, steps)
+    assert all(said.count(["killed", word]) >= times for word in others)
 
 
 def schedule(eta):

@@ -21,7 +21,7 @@ def test_a_run_says_from_what_it_goes_on(tmp_path, capsys):
         for version in range(3):
             await journal.close_batch(version, [], {}, [])
         journal.begin(7, 3, "row")
-        await journal.keep(7, 3, "row", 0, [])
+        journal.keep(7, 3, "row", 0, [], 1.0)
 
     def said(version, **given):
         asyncio.run(start(replace(config, **given), version))

@@ -87,7 +87,7 @@ def test_records_end_with_what_they_belong_to(tmp_path, seconds, end):
 
     async def ended(journal):
         if end == "episode":
-            await journal.keep(7, 0, "row", 0, [sample()])
+            journal.keep(7, 0, "row", 0, [sample()], 1.0)
         elif end == "group":
             await journal.close_batch(0, [[sample()]], {}, [7])
         elif end == "anew":

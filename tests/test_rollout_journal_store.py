@@ -115,7 +115,8 @@ def groups(v):
 async def keep(journal, prompt, admitted, episodes, row="row"):
     journal.begin(prompt, admitted, row)
     for index, samples in episodes.items():
-        await journal.keep(prompt, admitted, row, index, samples)
+        journal.keep(prompt, admitted, row, index, samples, 1.0)
+    await asyncio.wrap_future(journal.flush())
 
 
 EPISODES = {0: [sample(6, 70), sample(3, 71)], 1: [], 3: [sample(5, 72, images=(BLUE,))]}
@@ -161,7 +162,7 @@ def test_a_process_goes_on_from_any_version(copy, caplog):
     for start in range(7):
         past = opened(copy, start=start)
         assert past.batches == range(start, 6) and past.cursor == ({"batch": 6} if start < 6 else None)
-        assert past.begun.keys() == {40, 41} and past.begun[41] == (6, "row", {}, {})
+        assert past.begun.keys() == {40, 41} and past.begun[41] == (6, "row", {}, {}, None)
         assert past.begun[40][:2] == (5, "row") and same(past.begun[40].episodes, EPISODES)
         assert past.begun[40].calls == {(2, 0): store.Call("request", CALL)}
         read, _ = all_of(past, copy, start)
@@ -344,8 +345,8 @@ def test_what_cannot_be_packed_is_said_once(tmp_path, caplog):
     async def odd(journal):
         journal.begin(1, 0, "row")
         for index in range(3):
-            await journal.keep(1, 0, "row", index, [sample(info={"odd": Odd()})], exact=True)
-        await journal.keep(1, 0, "row", 3, [sample(info={"odd": Odd()})])
+            journal.keep(1, 0, "row", index, [sample(info={"odd": Odd()})], 1.0, exact=True)
+        journal.keep(1, 0, "row", 3, [sample(info={"odd": Odd()})], 1.0)
 
     opened(tmp_path, odd)
     assert len(caplog.messages) == 1 and "whose info is not data" in caplog.text
@@ -356,7 +357,7 @@ def test_episodes_of_a_group_that_began_anew_are_not_mixed(tmp_path, caplog):
     async def anew(journal):
         await keep(journal, 1, 0, {0: [sample(seed=1)], 1: [sample(seed=2)]})
         await keep(journal, 1, 2, {0: [sample(seed=3)]})
-        await journal.keep(2, 0, "row", 0, [sample()])  # that its group began is lost
+        journal.keep(2, 0, "row", 0, [sample()], 1.0)  # that its group began is lost
 
     opened(tmp_path, anew)
     past = opened(tmp_path)
@@ -367,3 +368,41 @@ def test_episodes_of_a_group_that_began_anew_are_not_mixed(tmp_path, caplog):
 def test_rows_are_told_apart():
     rows = [{"a": 1}, {"a": 2}, {"a": 1, "images": [RED]}, {"a": 1, "images": [BLUE]}, {"a": "\ud800"}, {"a": (1,)}]
     assert len({codec.mark(row) for row in rows}) == len(rows) and codec.mark({"a": Odd()}) == ""
+
+
+def test_an_episode_that_a_batch_takes_at_once_has_no_record_of_its_own(tmp_path, monkeypatch):
+    """Others have one before long, and one that took long when it ends."""
+    monkeypatch.setattr(store, "AFTER_S", 0.2)
+
+    async def main():
+        async with store.opened(tmp_path, 0, IDENTITY) as journal:
+            for prompt, seconds in ((1, 0.0), (2, 0.0), (3, 0.3)):
+                journal.begin(prompt, 0, "row")
+                journal.keep(prompt, 0, "row", 0, [sample(4, prompt)], seconds)
+            await journal.close_batch(0, [[sample(4, 1)]], {}, [1])
+            soon = await asyncio.to_thread(recorded, "soon")
+            await asyncio.sleep(0.4)
+            return soon, await asyncio.to_thread(recorded, "later")
+
+    def recorded(name):
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(name))
+        with contextlib.closing(sqlite3.connect(copy / store.FILE)) as db:
+            return [prompt for (prompt,) in db.execute("SELECT DISTINCT prompt FROM episodes ORDER BY prompt")]
+
+    assert asyncio.run(main()) == ([3], [2, 3])
+
+
+def test_of_a_group_that_no_batch_will_take_its_end_is_kept_in_place_of_its_episodes(tmp_path):
+    async def main():
+        async with store.opened(tmp_path, 0, IDENTITY) as journal:
+            for prompt in (1, 2):
+                journal.begin(prompt, 0, "row")
+                journal.keep(prompt, 0, "row", 0, [sample(4, prompt)], 1.0)
+            await asyncio.wrap_future(journal.flush())
+            journal.keep(1, 0, "row", 1, [sample(4, 1)], 1.0)
+            journal.decline(1, 0, "row", "refused", 0.25)
+        async with store.opened(tmp_path, 0, IDENTITY) as journal:
+            return journal.past.begun
+
+    begun = asyncio.run(main())
+    assert begun[1] == store.Begun(0, "row", {}, {}, ("refused", 0.25)) and [*begun[2].episodes] == [0]

@@ -9,7 +9,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_rollout_scheduling_executor import lognormal, uniform
 
@@ -127,9 +127,10 @@ class Run:
         async with store.opened(folder, start, IDENTITY) as journal:
             keep = journal.keep
 
-            async def told(prompt, admitted, row, episode, samples, **more):
+            def told(prompt, admitted, row, episode, samples, seconds, **more):
                 dead() or self.said.append(("generated", prompt, episode))
-                await keep(prompt, admitted, row, episode, samples, **more)
+                keep(prompt, admitted, row, episode, samples, seconds, **more)
+                journal.flush()
                 dead() or self.said.append(("kept", prompt, episode))
 
             journal.keep = told
@@ -145,9 +146,10 @@ class Run:
                 async def next_groups(v):
                     groups = [[plain(s) for s in group] for group in await batches.batch(v)]
                     self.stopped |= {*ex.cursor()["stopped"]}
-                    if v in journal.past.batches:  # a process may have died just before it was handed out
-                        assert groups == self.handed.get(v, groups)
-                    self.handed[v] = groups
+                    if not dead():
+                        if v in journal.past.batches:  # a process may have died just before it was handed out
+                            assert groups == self.handed.get(v, groups)
+                        self.handed[v] = groups
                     return v, groups
 
                 def update(batch):
@@ -215,8 +217,14 @@ def test_at_eta_0_a_killed_run_is_the_run_that_was_not(tmp_path_factory, deaths,
     assert other.trained == whole.trained and other.states[STEPS] == whole.states[STEPS]
 
 
+NONE = dict(older=set(), accept=0.0, none=0.0, fail=0.0, adaptive=False)
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
+@example(**NONE | dict(eta=0, oversample=2, most=3, salt=1, deaths=[10]))  # a surplus for a batch that has closed
+@example(**NONE | dict(eta=0, oversample=0, most=1, salt=48660, deaths=[4], fail=0.2))  # a group failed, another began
+@example(**NONE | dict(eta=1, oversample=1, most=5, salt=1, deaths=[2, 4, 22], accept=0.5, adaptive=True))  # draws
 @given(
     eta=st.integers(0, 4), oversample=st.integers(0, G), fail=st.sampled_from([0.0, 0.2]), most=st.integers(1, 9),
     **schedules,

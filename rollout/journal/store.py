@@ -6,11 +6,12 @@
     images    hash, data, used: the last version whose samples have it
     meta      schema, run, what its episodes depend on, and since which version of the run that holds
 
-Every record has a hash of its bytes. A record is written before what it says is used, so that a killed process loses
-what it was in the middle of, and nothing else: a batch is in the journal when it is handed out, an episode when its
-group sees it, and behind the record that its group has begun (episode BEGUN). A process that is killed
-leaves a whole database (write-ahead log); a machine that loses power may lose the last seconds. The file needs no
-locks and no shared memory, which network file systems may lack: a run's directory belongs to one process (folders.py).
+Every record has a hash of its bytes. A batch is in the journal when it is handed out, so that a killed process trains
+on the same again. An episode that took longer than AFTER_S is recorded when it ends, a shorter one within AFTER_S
+unless a batch has taken it by then, behind the record that its group has begun (episode BEGUN): a killed process loses
+seconds of work, and what it was in the middle of. A process that is killed leaves a whole database (write-ahead log); a
+machine that loses power may lose the last seconds. The file needs no locks and no shared memory, which network file
+systems may lack: a run's directory belongs to one process (folders.py).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from . import codec
 log = logging.getLogger(__name__)
 
 FILE = "journal.db"
-SCHEMA = f"4 {' '.join(codec.FIELDS)}"
+SCHEMA = f"5 {' '.join(codec.FIELDS)}"
 SINCE = "since"  # in meta: the first version whose batch was recorded by the run and with the options there
-BEGUN = -1  # the episode that says that its group has begun
+AFTER_S = 5.0  # from the end of a short episode to its record, at most
+BEGUN = -1  # the episode that says that its group has begun, and, if no batch will take it, how it ended
 OF_GROUPS = "episodes", "calls"  # tables of groups that no batch has taken
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -70,13 +72,21 @@ class Call(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A group that no batch has taken: the version at which it was admitted, the hash of its row, its finished episodes
-    by index, and of others the calls by (episode, number)."""
+    """A group that no batch has taken.
+
+    Attributes:
+      version: at which it was admitted.
+      row: the hash of its row.
+      episodes: those that have ended, by index.
+      calls: those of others, by (episode, number).
+      declined: how it ended, and its success, if no batch will take it.
+    """
 
     version: int
     row: str
     episodes: dict[int, list[Sample]]
     calls: dict[tuple[int, int], Call]
+    declined: tuple[str, float] | None = None
 
 
 class Batch(NamedTuple):
@@ -107,6 +117,8 @@ class Journal:
         self.path, self.past = path, past
         self._db, self._pool = db, pool  # the database is used in the pool's one thread
         self._due: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._ended: dict[tuple[int, int], tuple[float, Callable[[], None]]] = {}  # what is recorded soon, since when
+        self._timer: asyncio.TimerHandle | None = None
         self._failed = self._unfit = False
 
     async def read(self, version: int) -> Batch:
@@ -120,7 +132,19 @@ class Journal:
             self._put((prompt, BEGUN, admitted, row), b"")
             self._db.execute("DELETE FROM calls WHERE prompt = ? AND admitted != ?", (prompt, admitted))
 
-        self._written(write)
+        self._soon(prompt, BEGUN, write)
+
+    def decline(self, prompt: int, admitted: int, row: str, outcome: str, success: float) -> None:
+        """Records how a group ended that no batch will take, in place of its episodes; arguments as of `keep`. After a
+        kill it would end otherwise if servers or rewards do, and another group has taken its place."""
+
+        def write() -> None:
+            for table in OF_GROUPS:
+                self._db.execute(f"DELETE FROM {table} WHERE prompt = ?", (prompt,))
+            self._put((prompt, BEGUN, admitted, row), json.dumps([outcome, success]).encode())
+
+        self._forget_ended({prompt})
+        self._soon(prompt, BEGUN, write)
 
     def keep_calls(self, prompt: int, admitted: int, episode: int, calls: Mapping[tuple[int, int], Call]) -> None:
         """Records tokens of an episode's calls, by (number, place of the first one), without waiting for it. Those that
@@ -135,14 +159,18 @@ class Journal:
                 key, data = (prompt, episode, *place, admitted, request), codec.packed_tokens(made)
                 self._db.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
 
+        self._record([(prompt, BEGUN)] if (prompt, BEGUN) in self._ended else [])
         self._written(write)
 
-    async def keep(
-        self, prompt: int, admitted: int, row: str, episode: int, samples: Sequence[Sample], *, exact: bool = False
-    ) -> None:
-        """Records a finished episode, [] if it was rejected; returns when it is in the file.
+    def keep(
+        self, prompt: int, admitted: int, row: str, episode: int, samples: Sequence[Sample], seconds: float, *,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
+        """Records a finished episode, [] if it was rejected: at once if it took longer than AFTER_S, else within that,
+        unless a batch takes it first.
 
         Args:
+          seconds: that it took.
           admitted: the version at which its group was admitted.
           row: `codec.mark` of the group's row.
           exact: an episode whose `info` would not come back as it is, is not recorded.
@@ -160,7 +188,42 @@ class Journal:
             self._put((prompt, episode, admitted, row), data)
             self._db.execute("DELETE FROM calls WHERE prompt = ? AND episode = ?", (prompt, episode))
 
-        await asyncio.wrap_future(self._written(write))
+        self._soon(prompt, episode, write)
+        if seconds > AFTER_S:
+            self._record([key for key in self._ended if key[0] == prompt])
+
+    def flush(self) -> Future[None]:
+        """Records what has begun and ended; the result is there when it is in the file."""
+        return self._record([*self._ended])
+
+    def _soon(self, prompt: int, episode: int, write: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._ended[prompt, episode] = loop.time(), write
+        if self._timer is None:
+            self._timer = loop.call_later(AFTER_S, self._record_old)
+
+    def _forget_ended(self, prompts: Collection[int]) -> None:
+        self._ended = {key: one for key, one in self._ended.items() if key[0] not in prompts}
+
+    def _record_old(self) -> None:
+        """Records what no batch has taken for a while, and comes again before the rest is older than AFTER_S."""
+        loop, self._timer = asyncio.get_running_loop(), None
+        self._record([key for key, (since, _) in self._ended.items() if since <= loop.time() - AFTER_S / 2])
+        if self._ended:
+            oldest, _ = next(iter(self._ended.values()))
+            self._timer = loop.call_at(oldest + AFTER_S, self._record_old)
+
+    def _record(self, keys: Sequence[tuple[int, int]]) -> Future[None]:
+        writes = [self._ended.pop(key)[1] for key in keys]
+        if not writes:
+            (done := Future[None]()).set_result(None)
+            return done
+
+        def write() -> None:
+            for one in writes:
+                one()
+
+        return self._written(write)
 
     async def close_batch(
         self, version: int, groups: Sequence[Sequence[Sample]], cursor: Mapping[str, Any], ended: Collection[int]
@@ -182,6 +245,7 @@ class Journal:
             for table in OF_GROUPS:
                 self._db.executemany(f"DELETE FROM {table} WHERE prompt = ?", ((prompt,) for prompt in ended))
 
+        self._forget_ended({*ended})
         await asyncio.wrap_future(self._written(write))
 
     def prune(self, before: int, eta: int) -> None:
@@ -196,6 +260,13 @@ class Journal:
             self._db.execute("DELETE FROM images WHERE used < ?", (before - eta,))
 
         self._written(write)
+
+    def close(self) -> None:
+        """Records what has begun and ended, and closes the file; the pool waits for it."""
+        self.flush()
+        if self._timer:
+            self._timer.cancel()
+        self._pool.submit(self._db.close)
 
     def _put(self, key: tuple[int, int, int, str], data: bytes) -> None:
         self._db.execute("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
@@ -253,10 +324,11 @@ async def opened(folder: Path, start: int, identity: Mapping[str, str]) -> Async
     path = folder / FILE
     with ThreadPoolExecutor(1, "journal") as pool:
         db, past = await asyncio.wrap_future(pool.submit(_opened, path, start, dict(identity)))
+        journal = Journal(path, db, pool, past)
         try:
-            yield Journal(path, db, pool, past)
+            yield journal
         finally:
-            pool.submit(db.close)  # the pool waits for it
+            journal.close()
 
 
 def _opened(path: Path, start: int, identity: Mapping[str, str]) -> tuple[sqlite3.Connection, Past]:
@@ -322,7 +394,8 @@ def _begun(db: sqlite3.Connection, path: Path) -> dict[int, Begun]:
             if _hash(data, (prompt, episode, admitted, row)) != given:
                 raise ValueError("it is damaged")
             if episode == BEGUN:
-                made[prompt] = Begun(admitted, row, {}, {})
+                outcome, rate = json.loads(data) if data else (None, 0.0)
+                made[prompt] = Begun(admitted, row, {}, {}, (outcome, rate) if outcome else None)
             elif prompt not in made or made[prompt][:2] != (admitted, row):
                 raise ValueError("its group is not the one that began")
             else:

@@ -158,8 +158,8 @@ class Adaptive:
     are the target, or interpolated by difficulty from the easiest row (p = 0.9) to the hardest (0.1). A row with a
     pending outcome is not drawn again while there are others.
 
-    A prompt's row is a function of the seed, its ordinal, and what was drawn and observed before it was first
-    requested. `state` holds all of this, so that a resumed run draws the same rows as one that was never interrupted.
+    A prompt's row is a function of the seed, its ordinal, and what was drawn and observed before it was drawn. `state`
+    holds all of this, so that a resumed run draws the same rows as one that was never interrupted.
     """
 
     def __init__(self, rows: Sequence[Row], spec: Curriculum, seed: int = 0):
@@ -176,9 +176,13 @@ class Adaptive:
         self._drawn: dict[int, int] = {}  # {prompt: its row} while the outcome is pending
 
     def __getitem__(self, ordinal: int) -> Row:
+        self.draw(ordinal)
+        return self.rows[self._drawn[ordinal]]
+
+    def draw(self, ordinal: int) -> None:
+        """Chooses the prompt's row now, unless that was done before."""
         if ordinal not in self._drawn:
             self._drawn[ordinal] = self._draw(ordinal)
-        return self.rows[self._drawn[ordinal]]
 
     def observe(self, prompt: int, success: float) -> None:
         """Updates the estimate of the prompt's row with the mean reward of its group, NaN if it has none."""

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -100,7 +100,7 @@ async def group(
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
     known: Mapping[int, list[Sample]] = NONE,
-    keep: Callable[[int, list[Sample]], Awaitable[None]] | None = None,
+    keep: Callable[[int, list[Sample], float], None] | None = None,
     calls: Callable[[int], Calls] | None = None,
 ) -> list[Sample]:
     """Samples `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
@@ -119,7 +119,7 @@ async def group(
       on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
       known: episodes that ended before, by index; they are not played again.
-      keep: called with an episode's index and samples when it has ended.
+      keep: called with an episode's index, its samples and the seconds it took when it has ended.
       calls: where the `generate` calls of an attempt at an episode, by its index, are recorded while it goes on.
     """
     least = min(2, size)
@@ -128,6 +128,8 @@ async def group(
     async def episode(index: int) -> list[Sample]:
         if index in known:
             return known[index]
+        now = asyncio.get_running_loop().time
+        began = now()
         try:
             samples = await _episode(
                 workflow, generate, row, prompt=prompt, index=index, seed=seed, check=check, on_retry=on_retry,
@@ -140,7 +142,7 @@ async def group(
             _warn(error, "prompt %d continues without episode %d", prompt, index)
             return []
         if keep:
-            await keep(index, samples)
+            keep(index, samples, now() - began)
         return samples
 
     played = await _together([episode(index) for index in range(size)], row)

@@ -139,7 +139,7 @@ class Executor:
         self._retrying: set[int] = set()  # stopped prompts that are open or running again; not stopped a second time
         self._ending: set[asyncio.Task] = set()  # of stopped groups
         self._running: dict[int, tuple[int, asyncio.Task]] = {}  # prompt: (version, task), oldest first
-        self._ready: dict[int, tuple[int, list[Sample]]] = {}  # prompt: (version, samples)
+        self._ready: dict[int, tuple[int, list[Sample], float]] = {}  # prompt: (version, samples, length)
         self._adaptive = prompts if isinstance(prompts, Adaptive) else None
         self._forgotten: list[int] = []  # prompts whose recorded episodes no batch will take
         self._left_out: dict[int, float] = {}  # prompt: success, of ended groups that no batch will take
@@ -207,12 +207,12 @@ class Executor:
         if self._retrying & set(late) and v + 1 != self.batches:
             return None
         self._batch += 1
+        self._lengths.train(self._ready[prompt][2] for prompt in oldest)
         groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
         self._retrying -= groups.keys()
         if self.oversample:
             self._stop(late)
         self._observe(groups)
-        self._lengths.train(map(_length, groups.values()))
         events.emit("batch", version=v, prompts=oldest)
         return groups
 
@@ -299,9 +299,9 @@ class Executor:
 
     def _observe(self, groups: Mapping[int, list[Sample]]) -> None:
         """Updates the curriculum with a batch and the groups left out so far, by prompt: the order of ending varies."""
-        rates = self._left_out | {prompt: success(samples) for prompt, samples in groups.items()}
-        self._left_out = {}
+        left_out, self._left_out = self._left_out, {}
         if self._adaptive:
+            rates = left_out | {prompt: success(samples) for prompt, samples in groups.items()}
             for prompt in sorted(rates):
                 self._adaptive.observe(prompt, rates[prompt])
 
@@ -309,7 +309,7 @@ class Executor:
         """Whether the batches after v can consume in time all groups that batch v does not, except for up to
         `oversample` groups, which are then stopped."""
         remaining = Counter(version for version, _ in self._running.values())
-        ready, free = Counter(version for version, _ in self._ready.values()), self.groups_per_batch
+        ready, free = Counter(version for version, *_ in self._ready.values()), self.groups_per_batch
         for version in sorted(ready):  # the batch takes the oldest
             remaining[version] += max(0, ready[version] - free)
             free -= min(free, ready[version])
@@ -334,7 +334,7 @@ class Executor:
         for prompt in prompts:
             version, task = self._running.pop(prompt, (None, None))
             if task is None:
-                version, _ = self._ready.pop(prompt)
+                version, *_ = self._ready.pop(prompt)
             else:
                 task.cancel()
                 self._ending.add(task)
@@ -356,6 +356,8 @@ class Executor:
 
     def _room(self, v: int) -> int:
         """The number of prompts that may be admitted while all servers have version v."""
+        if self._batch > v + self.eta:  # even the next batch would come too late for a surplus
+            return 0
         running = len(self._running)
         accepted = self._batch * self.groups_per_batch + len(self._ready)
         allowed = self.eta + v + 1
@@ -392,6 +394,11 @@ class Executor:
         else:
             prompt, begun = self._open.popleft() if self._open else self._next, Begun(v, "", {}, {})
             self._next += prompt == self._next
+        if self._adaptive:  # now, since batches that close before the task runs are observed
+            self._adaptive.draw(prompt)
+        if begun.declined:
+            self._decline(prompt, *begun.declined)
+            return True
         task = asyncio.create_task(self._group(prompt, begun))
         self._running[prompt] = (begun.version, task)
         self._lengths.begin(prompt, asyncio.get_running_loop().time())
@@ -400,15 +407,35 @@ class Executor:
 
     async def _group(self, prompt: int, begun: Begun) -> tuple[list[Sample], bool]:
         """The samples of a prompt's group, and whether they may be trained on."""
-        row, known, keep, calls = self.prompts[prompt], begun.episodes, None, None
-        if self.journal:
-            mark = codec.mark(row)
-            if known and mark != begun.row:
-                log.warning("prompt %d: has another row now, its episodes in the journal are generated again", prompt)
-                known = {}
-            self.journal.begin(prompt, begun.version, mark)
-            keep = functools.partial(self.journal.keep, prompt, begun.version, mark, exact=self.regroup is not None)
-            calls = functools.partial(Calls, self.journal, prompt, begun.version, begun.calls, self._continues)
+        row = self.prompts[prompt]
+        if not self.journal:
+            return await self._sampled(prompt, row, begun)
+        mark = codec.mark(row)
+        if begun.episodes and mark != begun.row:
+            log.warning("prompt %d: has another row now, its episodes in the journal are generated again", prompt)
+            begun = begun._replace(episodes={})
+        of = prompt, begun.version, mark
+        self.journal.begin(*of)
+        keep = functools.partial(self.journal.keep, *of, exact=self.regroup is not None)
+        calls = functools.partial(Calls, self.journal, prompt, begun.version, begun.calls, self._continues)
+        try:
+            samples, accepted = await self._sampled(prompt, row, begun, keep, calls)
+        except ServerError:
+            self.journal.decline(*of, "failed", float("nan"))
+            raise
+        if not accepted:
+            self.journal.decline(*of, _declined(samples), success(samples))
+        return samples, accepted
+
+    async def _sampled(
+        self,
+        prompt: int,
+        row: Mapping[str, Any],
+        begun: Begun,
+        keep: Callable[[int, list[Sample], float], None] | None = None,
+        calls: Callable[[int], Calls] | None = None,
+    ) -> tuple[list[Sample], bool]:
+        """As `_group`; `keep` and `calls` record episodes as in `episodes.group`."""
         samples = await group(
             self.workflow,
             functools.partial(_undistorted, self.generate),
@@ -420,20 +447,22 @@ class Executor:
             regroup=self.regroup,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
-            known=known,
+            known=begun.episodes,
             keep=keep,
             calls=calls,
         )
         if not samples or (self.accept is not None and not self.accept(samples)):
             return samples, False
         if self.baseline:
-            greedy = known.get(self.group_size)  # it is recorded behind the group's own
+            greedy = begun.episodes.get(self.group_size)  # it is recorded behind the group's own
             if greedy is None:
+                now = asyncio.get_running_loop().time
+                began = now()
                 [greedy] = await rollouts(
                     self.baseline, self.generate, [row], check=self._checked, regroup=self.regroup
                 )
                 if keep:
-                    await keep(self.group_size, greedy)
+                    keep(self.group_size, greedy, now() - began)
             value = greedy[0].reward if greedy else float("nan")
             samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
         return [s.replace(info={**s.info, "admitted": begun.version}) for s in samples], True
@@ -455,6 +484,13 @@ class Executor:
     def _count(self, what: str, number: int) -> None:
         self._total[what] += number
 
+    def _decline(self, prompt: int, outcome: str, rate: float) -> None:
+        """Counts a group that ended with this success, and that no batch will take."""
+        self._total[outcome] += 1
+        self._retrying.discard(prompt)
+        self._forgotten.append(prompt)
+        self._left_out[prompt] = rate
+
     def _finish(self, prompt: int, task: asyncio.Task) -> None:
         self._ending.discard(task)
         running = self._running.get(prompt)
@@ -464,20 +500,15 @@ class Executor:
         del self._running[prompt]
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         samples, accepted = ([], False) if error is not None else task.result()
-        declined = "refused" if samples else "rejected"
-        end = "accepted" if accepted else declined if error is None else "failed"
+        end = "accepted" if accepted else _declined(samples) if error is None else "failed"
         events.emit("group", prompt=prompt, admitted=running[0], outcome=end)
-        tokens = _length(samples) if samples else None
-        self._lengths.end(prompt, asyncio.get_running_loop().time(), tokens)
-        if not accepted:
-            self._retrying.discard(prompt)
-            self._forgotten.append(prompt)
-            self._left_out[prompt] = success(samples)
+        length = _length(samples) if samples else 0.0
+        self._lengths.end(prompt, asyncio.get_running_loop().time(), length if samples else None)
         if accepted:
-            self._ready[prompt] = samples[0].info["admitted"], samples
+            self._ready[prompt] = samples[0].info["admitted"], samples, length
             self._failed = self._refused = self._unscored = 0
         elif error is None:
-            self._total[declined] += 1
+            self._decline(prompt, end, success(samples))
             self._refused += 1
             self._unscored += bool(samples) and all(x != x for x in map(outcome, samples))
             if self._refused >= REFUSED_BATCHES * self.groups_per_batch:
@@ -489,7 +520,7 @@ class Executor:
         elif isinstance(error, ServerError):
             said = one_line(error)
             log.warning("prompt %d: the group failed: %s", prompt, said)
-            self._total["failed"] += 1
+            self._decline(prompt, end, float("nan"))
             self._failed += 1
             if self._failed >= max(GIVEN_UP, self.groups_per_batch):
                 self._error = ServerError(f"Executor: {self._failed} groups in a row failed; the last with: {said}")
@@ -498,6 +529,10 @@ class Executor:
             self._open.appendleft(prompt)  # in the cursor: it runs again after a resume
         self._fill()
         self._changed.set()
+
+
+def _declined(samples: Sequence[Sample]) -> str:
+    return "refused" if samples else "rejected"
 
 
 def _length(samples: Sequence[Sample]) -> float:
