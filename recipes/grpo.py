@@ -327,6 +327,7 @@ async def train(
                     concurrency=config.rollout.max_concurrent * config.rollout.group_size,
                     stagers=config.serving.stagers, source=sync.bucket or sync.parts, handover=sync.handover,
                     first=sync.first, timeout_s=config.serving.completion_timeout_s,
+                    lost_s=config.serving.server_timeout_s,
                     experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
                     image_token=processor.token if processor else None,
                     ends=ends, vocabulary=trainer.policy.settings.vocab,

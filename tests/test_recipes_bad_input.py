@@ -333,6 +333,7 @@ OPTIONS = {
         ("--save-every -1", "--save-every must be at least 0, got -1"),
         ("--save-minutes inf", "--save-minutes must be at least 0 and finite, got inf"),
         ("--completion-timeout-s 0", "--completion-timeout-s must be above 0, got 0.0"),
+        ("--server-timeout-s inf", "--server-timeout-s must be above 0 and finite, got inf"),
         ("--samples-every -1", "--samples-every must be at least 0, got -1"),
         ("--evaluate-every 2", "--evaluate-every 2 needs --heldout, rows to evaluate on, got none"),
         ("--length 65", "--length must be at most 64, the context of"),

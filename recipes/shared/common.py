@@ -369,6 +369,7 @@ async def fleet(
     concurrency: int,
     log: str | os.PathLike = os.devnull,
     timeout_s: float = 3600.0,
+    lost_s: float = client.TIMEOUTS.lost_s,
     stagers: Sequence[str] = (),
     source: Origin | None = None,
     handover: Handover | None = None,
@@ -385,6 +386,7 @@ async def fleet(
 
     Args:
       timeout_s: how long a completion may take without progress (`client.connect`).
+      lost_s: how long a server may be out of reach, if this run cannot restart it.
       source: where stagers fetch versions from, as `client.connect`.
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
@@ -399,8 +401,8 @@ async def fleet(
     prepare = None
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
-        longest=longest, image_token=image_token, timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
-        vocabulary=vocabulary,
+        longest=longest, image_token=image_token, vocabulary=vocabulary,
+        timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts, lost_s=lost_s),
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:

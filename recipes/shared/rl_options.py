@@ -185,6 +185,8 @@ class Serving:
       serve: options of servers that the run starts.
       completion_timeout_s: seconds that a completion may go without progress before it is given up; must exceed the
         longest generation. A resumption after a pause in mode "abort" is progress.
+      server_timeout_s: seconds that one of `servers` may be out of reach before it counts as dead; the run ends when
+        all are. A restart should take less. Servers that the run starts are restarted.
       push: how new weights reach the servers (weight sync).
       published: folder for published weights; "" = a temporary one, in memory if there is room.
       stagers: address of a stager next to each server, in their order, if the servers cannot read `published`
@@ -196,6 +198,7 @@ class Serving:
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
     completion_timeout_s: float = 3600.0
+    server_timeout_s: float = 30.0
     push: Push = Push()
     published: str = ""
     stagers: tuple[str, ...] = ()
@@ -276,6 +279,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
     yield from serving_conflicts(config.serving.servers, config.serving.serve)
     for part, option, holds, rule in (
         (config.serving, "completion_timeout_s", config.serving.completion_timeout_s > 0, "above 0"),
+        (config.serving, "server_timeout_s", 0 < config.serving.server_timeout_s < math.inf, "above 0 and finite"),
         (rewards, "reward_timeout_s", 0 < rewards.reward_timeout_s < math.inf, "above 0 and finite"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
         (training, "reference_every", not training.reference_every or training.objective.needs_reference,

@@ -5,6 +5,7 @@ import time
 
 import jobs
 import pytest
+
 import runs
 
 
@@ -61,7 +62,7 @@ def test_a_host_of_the_trainer_and_that_of_the_server_without_power(hosts, calm)
     """First the server's host, which comes back; then the trainer's second one: the job goes on from its last state."""
     out = "rl-power"
     with runs.serving(hosts):
-        running = runs.job(hosts, "ab", runs.grpo(out, 100000), out)
+        running = runs.job(hosts, "ab", runs.grpo(out, 100000, **{"server-timeout-s": 120}), out)
         jobs.until(lambda: len(runs.metrics(hosts, out)) >= 1 or running[0].poll() is not None)
         hosts["c"].kill()
     with runs.serving(hosts):
