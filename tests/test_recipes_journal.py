@@ -93,9 +93,9 @@ def test_a_run_killed_at_many_records_is_the_run_that_was_not(place):
     chance = random.Random(0)
     with servers.embedded(place / "model", slots=8, context=64) as remote:
         grpo.main(config(place, "whole", remote.url))
-        said = killed(place, "config", remote.url, deaths=[chance.randint(1, 20) for _ in range(50)])
+        said = killed(place, "config", remote.url, deaths=[chance.randint(1, 3) for _ in range(50)])
     check(place, said)
-    assert sum(what == "process" for what, _ in said) > 10
+    assert sum(what == "process" for what, _ in said) > 50
 
 
 def recalled(said):
@@ -124,7 +124,7 @@ def test_at_eta_0_a_killed_run_has_its_calls_again_without_generating_them(place
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("steps", "each", "times"), [(5, 9, 2), (24, 2, 50)])
+@pytest.mark.parametrize(("steps", "each", "times"), [(5, 9, 2), (48, 2, 50)])
 def test_killed_servers_and_reward_workers_change_nothing(place, steps, each, times):
     others = ["areax.rollout.rewards.worker", "-m areax serve"]
     grpo.main(of_steps(place, "whole", steps))
