@@ -29,7 +29,8 @@ class Advantage:
       mean: the baseline: the mean reward of the prompt's "group" or of the "batch", "none", or with "greedy" the
         component "greedy", the reward of a greedy completion (ReMax, arXiv:2310.10505).
       std: what advantages are divided by: the rewards' standard deviation in the "group" or the "batch", or "none"
-        (TRL's scale_rewards).
+        (TRL's scale_rewards); or their "mean" in the group, for rewards of at least 0: the advantage is 0 where it is
+        not above 0, and prompts that are rarely solved count the more (MaxRL, arXiv:2602.02710).
       leave_one_out: excludes the rollout itself from its baseline (RLOO, arXiv:2402.14740).
       length_weighted: weights the rewards in the baseline by the rollouts' learnt tokens (OPO, arXiv:2505.23585).
       ddof: delta degrees of freedom of the standard deviation: it divides by n - ddof.
@@ -41,13 +42,15 @@ class Advantage:
         batch.
       gamma: discount per sampled token, of "return" and "gae".
       lam: lambda of "gae": 0 = one step ahead, 1 = the whole return.
+      lam_alpha: replaces `lam` by 1 - 1 / (lam_alpha x sampled tokens of the sequence), at least 0: the longer, the
+        nearer to 1 (VAPO, arXiv:2504.05118, which has 0.05); 0 = off.
       teacher: coefficient of log (teacher / proximal), clipped to 20 nats, added to each token's advantage at the end:
         distillation by the reverse KL of sampled tokens. Needs `target["teacher"]`.
     """
 
     credit: Literal["rollout", "return", "gae"] = "rollout"
     mean: Literal["group", "batch", "none", "greedy"] = "group"
-    std: Literal["group", "batch", "none"] = "group"
+    std: Literal["group", "batch", "none", "mean"] = "group"
     leave_one_out: bool = False
     length_weighted: bool = False
     ddof: int = 1
@@ -57,6 +60,7 @@ class Advantage:
     whiten: Literal["none", "token", "rollout"] = "none"
     gamma: float = 1.0
     lam: float = 1.0
+    lam_alpha: float = 0.0
     teacher: float = 0.0
 
     def __post_init__(self):
@@ -65,7 +69,10 @@ class Advantage:
         rules = (
             ("credit", self.credit in ("rollout", "return", "gae"), "one of rollout, return, gae"),
             ("mean", self.mean in ("group", "batch", "none", "greedy"), "one of group, batch, none, greedy"),
-            ("std", self.std in ("group", "batch", "none"), "one of group, batch, none"),
+            ("std", self.std in ("group", "batch", "none", "mean"), "one of group, batch, none, mean"),
+            ("std", self.std != "mean" or self.mean == "group", 'group, batch or none unless mean is "group"'),
+            ("leave_one_out", self.std != "mean" or not self.leave_one_out, 'False with std "mean"'),
+            ("length_weighted", self.std != "mean" or not self.length_weighted, 'False with std "mean"'),
             ("std", self.mean != "greedy" or self.std != "batch", 'group or none with mean "greedy"'),
             ("std", not (self.mean == "batch" and self.std == "group"), 'batch or none with mean "batch"'),
             ("mean", not gae or self.mean == "none", 'none with credit "gae", whose baseline is the critic'),
@@ -83,6 +90,8 @@ class Advantage:
             ("gamma", self.gamma == 1 or not rollout, '1 with credit "rollout"'),
             ("lam", 0 <= self.lam <= 1, "between 0 and 1"),
             ("lam", self.lam == 1 or gae, '1 unless credit is "gae"'),
+            ("lam_alpha", self.lam_alpha >= 0, "at least 0"),
+            ("lam_alpha", self.lam_alpha == 0 or gae, '0 unless credit is "gae"'),
         )
         validate(self, rules)
 
@@ -148,7 +157,11 @@ def of(spec: Advantage, batch: Batch, reward_BT, reward_BJ, sampled_BT, mask_BT,
         )
     adv_BT, return_BT = to_tokens(adv_BJ, segment_BT), None
     if spec.credit == "gae":
-        adv_BT = gae(reward_BT, batch.value_BT, sampled_BT, segment_BT, gamma=spec.gamma, lam=spec.lam)
+        lam = spec.lam
+        if spec.lam_alpha:
+            length_BJ = total(jnp.where(sampled_BT, 1.0, 0.0), segment_BT, J)
+            lam = to_tokens(jnp.maximum(1 - 1 / (spec.lam_alpha * jnp.maximum(length_BJ, 1)), 0), segment_BT)
+        adv_BT = gae(reward_BT, batch.value_BT, sampled_BT, segment_BT, gamma=spec.gamma, lam=lam)
         return_BT = adv_BT + jnp.where(sampled_BT, batch.value_BT, 0)
     elif spec.credit == "return":
         baseline_BJ = jnp.where(jnp.isnan(reward_BJ), 0, reward_BJ - adv_BJ)
@@ -171,7 +184,7 @@ def group(
     rollout_BJ,
     *,
     mean: Literal["group", "batch", "none"] = "group",
-    std: Literal["group", "batch", "none"] = "group",
+    std: Literal["group", "batch", "none", "mean"] = "group",
     leave_one_out: bool = False,
     length_BJ=None,
     eps: float = 1e-6,
@@ -187,7 +200,8 @@ def group(
       reward_BJ: reward of each segment's rollout; NaN = unscorable.
       group_BJ, rollout_BJ: ids >= 0, -1 in empty slots; less than B * J.
       mean: what the baseline is averaged over; "none" = no baseline.
-      std: what the standard deviation is taken over; "none" = no division.
+      std: what the standard deviation is taken over; "none" = no division; "mean" = divided by the baseline instead, 0
+        where that is not above 0 (MaxRL, arXiv:2602.02710).
       leave_one_out: excludes the rollout itself from its baseline (RLOO, arXiv:2402.14740).
       length_BJ: learnt tokens of each segment; weights the rewards in the baseline if given (OPO, arXiv:2505.23585).
       eps: added to the standard deviation, in units of reward.
@@ -196,8 +210,8 @@ def group(
     Returns:
       adv_BJ, f32 or wider, 0 in empty and unscorable slots. Not meant to be differentiated.
     """
-    for name, value in (("mean", mean), ("std", std)):
-        one_of(f"group: {name}", value, Literal["group", "batch", "none"])
+    one_of("group: mean", mean, Literal["group", "batch", "none"])
+    one_of("group: std", std, Literal["group", "batch", "none", "mean"])
     shape, size = reward_BJ.shape, reward_BJ.size
     reward_A, group_A, rollout_A = (jnp.asarray(x).reshape(-1) for x in (reward_BJ, group_BJ, rollout_BJ))
     scorable_A = (rollout_A >= 0) & ~jnp.isnan(reward_A)
@@ -225,7 +239,9 @@ def group(
         else:
             baseline_A = total_A / jnp.maximum(n_A, 1)
     adv_A = value_A - baseline_A
-    if std != "none":
+    if std == "mean":
+        adv_A = jnp.where(baseline_A > 0, adv_A / jnp.where(baseline_A > 0, baseline_A, 1), 0)
+    elif std != "none":
         n_A = over(std, ones_A)
         centred_A = value_A - over(std, value_A) / jnp.maximum(n_A, 1)
         variance_A = over(std, jnp.square(centred_A)) / jnp.maximum(n_A - ddof, 1)

@@ -81,6 +81,12 @@ class Batch:
     def replace(self, **changes) -> "Batch":
         return dataclasses.replace(self, **changes)
 
+    @property
+    def scored_BT(self) -> Array:
+        """The predictions whose log-probabilities a loss reads: learnt ones and, once prepared, observations."""
+        weight_BT = self.target.get("observation_weight_BT")
+        return self.mask_BT if weight_BT is None else self.mask_BT | (weight_BT != 0)
+
     def without(self, name: str) -> "Batch":
         """The batch without one of its `input` arrays, if it has it."""
         return self.replace(input={key: x for key, x in self.input.items() if key != name})

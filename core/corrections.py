@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from . import segments
+from . import kl, segments
 from .checks import validate
 from .clipping import bounded_exp, clip
 from .segments import to_tokens, total
@@ -50,6 +50,8 @@ class Correction:
       veto: masks a sequence if any token's ratio is below this; 0 = off.
       drift: masks the negative-advantage tokens of a sequence whose mean log (behaviour / proximal) exceeds this
         (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556); 0 = off.
+      binary_kl: masks tokens for which the KL divergence between proximal and behaviour policy, as far as the sampled
+        token shows it (`kl.binary`), exceeds this many nats in either direction (KPop, which has 0.1); 0 = off.
       second_moment: masks, after the other masks, the tokens of largest (log ratio)^2 until its mean over the rest of
         the batch is at most this (M2PO, arXiv:2510.01161); 0 = off.
       count_masked: masked tokens stay in the denominator; False renormalises over the rest. Tokens whose weight
@@ -68,13 +70,14 @@ class Correction:
     mask_high: float = 2.0
     veto: float = 0.0
     drift: float = 0.0
+    binary_kl: float = 0.0
     second_moment: float = 0.0
     count_masked: bool = True
 
     def __post_init__(self):
         divergence, fields = self.mask in ("k2", "k3"), Correction.__dataclass_fields__
         default = lambda *names: all(getattr(self, name) == fields[name].default for name in names)
-        unmasked = default("mask", "veto", "drift", "second_moment", "normalise", "count_masked")
+        unmasked = default("mask", "veto", "drift", "binary_kl", "second_moment", "normalise", "count_masked")
         behaviour, recompute = self.proximal == "behaviour", self.proximal == "recompute"
         rules = (
             ("low", 0 <= self.low <= 1, "between 0 and 1"),
@@ -88,6 +91,7 @@ class Correction:
             ("mask_over", self.mask != "ratio" or self.mask_over != "sum", 'token, mean or max with "ratio"'),
             ("veto", 0 <= self.veto < 1, "between 0 and 1"),
             ("drift", self.drift >= 0, "at least 0"),
+            ("binary_kl", self.binary_kl >= 0, "at least 0"),
             ("second_moment", self.second_moment >= 0, "at least 0"),
             ("proximal", not behaviour or (unmasked and default("level", "action", "low", "cap")),
              '"recompute" with a weight or a mask: with "behaviour" the ratio already corrects'),
@@ -112,7 +116,7 @@ def bounded(spec: Correction, ratio_BT):
     return clip(ratio_BT, spec.low if spec.action == "clip" else 0, spec.cap)
 
 
-def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):
+def kept(spec: Correction, prox_BT, log_BT, adv_BT, mask_BT, segment_BT, J: int):
     """Mask of the learnt tokens of a whole batch that every mask keeps; log_BT = log (proximal / behaviour)."""
     keep_BT = mask_BT
     drop = lambda bad_BT: to_tokens(total(jnp.where(mask_BT & bad_BT, 1.0, 0.0), segment_BT, J), segment_BT) == 0
@@ -132,6 +136,9 @@ def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):
         keep_BT &= drop(log_BT < jnp.log(spec.veto))
     if spec.drift:
         keep_BT &= ~((adv_BT < 0) & (segments.mean(-log_BT, mask_BT, segment_BT, J) > spec.drift))
+    if spec.binary_kl:
+        pair = prox_BT, prox_BT - log_BT
+        keep_BT &= jnp.maximum(kl.binary(*pair), kl.binary(*pair[::-1])) <= spec.binary_kl
     if spec.second_moment:
         keep_BT = _smallest_with_mean(jnp.square(log_BT), keep_BT, spec.second_moment)
     return keep_BT

@@ -36,7 +36,7 @@ def of(p) -> str:
     lines += [*_weight(p.correction), f"share = {SHARES[p.denominator].format(tokens=p.denominator_tokens)}"]
     if not p.correction.count_masked:
         lines[-1] += ", masked tokens excluded"
-    lines += _terms(p.kl, p.entropy)
+    lines += _terms(p.kl, p.entropy, p.observation)
     if p.note:
         lines.append(f"not as in the paper: {p.note}")
     return "\n".join([f"{p.name}: maximise sum_t share_t w_t gain_t", *map("  {}".format, lines)])
@@ -72,7 +72,8 @@ def _reward(s, kl, prox: str) -> list[str]:
 
 def _advantage(a, prox: str) -> str:
     if a.credit == "gae":
-        text = f"sum of (gamma lambda)^k delta_(t+k), delta = r + gamma V' - V, gamma = {a.gamma:g}, lambda = {a.lam:g}"
+        lam = f"1 - 1 / ({a.lam_alpha:g} tokens of the sequence), at least 0" if a.lam_alpha else f"{a.lam:g}"
+        text = f"sum of (gamma lambda)^k delta_(t+k), delta = r + gamma V' - V, gamma = {a.gamma:g}, lambda = {lam}"
     else:
         kind = "length-weighted mean" if a.length_weighted else "mean of the others" if a.leave_one_out else "mean"
         of = {
@@ -84,7 +85,10 @@ def _advantage(a, prox: str) -> str:
         returns = "sum of r_(t+k)" if a.gamma == 1 else f"sum of {a.gamma:g}^k r_(t+k)"
         reward = "R" if a.credit == "rollout" else returns
         text = f"({reward} - {of[a.mean]})" if a.mean != "none" else reward
-        text += "" if a.std == "none" else f" / (standard deviation of the {a.std} + eps)"
+        if a.std == "mean":
+            text += " / mean of the group, 0 if that is not above 0"
+        elif a.std != "none":
+            text += f" / (standard deviation of the {a.std} + eps)"
         if a.components:
             weights = a.component_weights or (1.0,) * len(a.components)
             parts = " + ".join(f"{w:g} {name}" for w, name in zip(weights, a.components, strict=True))
@@ -113,12 +117,14 @@ def _weight(c) -> list[str]:
         lines.append(f"left out: sequences with a token of w below {c.veto:g}")
     if c.drift:
         lines.append(f"left out: sequences of A < 0 whose mean log w is below -{c.drift:g}")
+    if c.binary_kl:
+        lines.append(f"left out: tokens whose binary KL, of w's two policies in either order, is above {c.binary_kl:g}")
     if c.second_moment:
         lines.append(f"left out: tokens of largest log(w)^2 until its mean is at most {c.second_moment:g}")
     return lines
 
 
-def _terms(kl, entropy) -> list[str]:
+def _terms(kl, entropy, observation) -> list[str]:
     lines = []
     if kl.coef and kl.place == "loss":
         times = "pi / the policy that sampled x " if kl.ratio else ""
@@ -127,6 +133,9 @@ def _terms(kl, entropy) -> list[str]:
         floor = f" while its mean is below {entropy.floor:g}" if entropy.floor else ""
         classes = f", by class of token x {entropy.classes}" if entropy.classes else ""
         lines.append(f"+ {entropy.coef:g} entropy{floor}{classes}")
+    if observation.coef:
+        kinds = ", ".join(observation.kinds)
+        lines.append(f"+ {observation.coef:g} log pi of observations ({kinds}), mean over their tokens in the batch")
     return lines
 
 

@@ -16,6 +16,8 @@ from .checks import validate
 from .clipping import bounded_log
 from .shapes import shaped
 
+CERTAIN = -1e-6  # nats
+
 
 @dataclass(frozen=True)
 class KL:
@@ -89,6 +91,18 @@ def k3_k2(logp_BT, ref_BT):
     """The value of k3, the gradient of k2."""
     gradient_BT = k2(logp_BT, ref_BT)
     return gradient_BT + jax.lax.stop_gradient(k3(logp_BT, ref_BT) - gradient_BT)
+
+
+@shaped
+def binary(p_BT, q_BT):
+    """KL(p || q), in nats, of two distributions that know only whether a token is drawn, from its log-probabilities.
+
+    A lower bound of the divergence over the whole vocabulary. Probabilities count as at most 1 - 1e-6: closer to 1
+    the difference to it is rounding error.
+    """
+    p_BT, q_BT = (jnp.minimum(x_BT, CERTAIN) for x_BT in (p_BT, q_BT))
+    others_BT = jnp.log(-jnp.expm1(p_BT)) - jnp.log(-jnp.expm1(q_BT))
+    return jnp.exp(p_BT) * (p_BT - q_BT) - jnp.expm1(p_BT) * others_BT
 
 
 ESTIMATORS = {f.__name__: f for f in (k1, k2, k3, k3_k2)}

@@ -282,8 +282,11 @@ def KLCov(**changes: Unpack[PolicyOptions]) -> Policy:
 
 
 def DPPO(**changes: Unpack[PolicyOptions]) -> Policy:
-    """Masks tokens whose probability, rather than ratio, has moved too far (arXiv:2602.04879)."""
-    note = "total variation by the sampled token; the squared log ratio is prime-rl's"
+    """Masks tokens whose probability, rather than ratio, has moved too far (arXiv:2602.04879).
+
+    surrogate="dppo_kl" measures that by the binary KL divergence instead of the total variation.
+    """
+    note = "divergence by the sampled token; the squared log ratio is prime-rl's"
     behaviour = dict(proximal="behaviour")
     return _preset("DPPO", changes, note=note, correction=behaviour, surrogate="dppo")
 

@@ -10,6 +10,7 @@ from .corrections import Correction
 from .denominators import Denominator
 from .entropy import Entropy
 from .kl import KL
+from .observation import Observation
 from .shaping import Shaping
 from .surrogates import Choice
 
@@ -30,7 +31,7 @@ class ShapingOptions(TypedDict, total=False):
 class AdvantageOptions(TypedDict, total=False):
     credit: Literal["rollout", "return", "gae"]
     mean: Literal["group", "batch", "none", "greedy"]
-    std: Literal["group", "batch", "none"]
+    std: Literal["group", "batch", "none", "mean"]
     leave_one_out: bool
     length_weighted: bool
     ddof: int
@@ -40,6 +41,7 @@ class AdvantageOptions(TypedDict, total=False):
     whiten: Literal["none", "token", "rollout"]
     gamma: float
     lam: float
+    lam_alpha: float
     teacher: float
 
 
@@ -56,6 +58,7 @@ class CorrectionOptions(TypedDict, total=False):
     mask_high: float
     veto: float
     drift: float
+    binary_kl: float
     second_moment: float
     count_masked: bool
 
@@ -73,6 +76,11 @@ class EntropyOptions(TypedDict, total=False):
     coef: float
     floor: float
     classes: tuple[float, ...]
+
+
+class ObservationOptions(TypedDict, total=False):
+    coef: float
+    kinds: tuple[str, ...]
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -98,10 +106,13 @@ class PolicyOptions(TypedDict, total=False):
     tv_low: float
     tv_high: float
     tv_coef: float
+    binary_kl_low: float
+    binary_kl_high: float
     denominator: Denominator
     denominator_tokens: int
     kl: KL | KLOptions
     entropy: Entropy | EntropyOptions
+    observation: Observation | ObservationOptions
 
 
 class PreferenceOptions(TypedDict, total=False):

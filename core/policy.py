@@ -2,7 +2,8 @@
 
 Composed of parts with a file each: reward shaping (`shaping`), advantage estimation (`advantages`), off-policy
 correction from the sampling to the proximal policy (`corrections`), the ratio policy / proximal and the surrogate that
-bounds it (`surrogates`), loss aggregation (`denominators`), KL penalty (`kl`) and entropy bonus (`entropy`).
+bounds it (`surrogates`), loss aggregation (`denominators`), KL penalty (`kl`), entropy bonus (`entropy`) and likelihood
+of observations (`observation`).
 """
 
 import dataclasses
@@ -12,7 +13,19 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from . import advantages, corrections, entropy, formula, kl, metrics, segments, shaping, signals, surrogates
+from . import (
+    advantages,
+    corrections,
+    entropy,
+    formula,
+    kl,
+    metrics,
+    observation,
+    segments,
+    shaping,
+    signals,
+    surrogates,
+)
 from .advantages import Advantage
 from .batch import Batch
 from .checks import validate
@@ -21,6 +34,7 @@ from .corrections import Correction
 from .denominators import Denominator, share
 from .entropy import Entropy
 from .kl import KL
+from .observation import Observation
 from .segments import over_rollout, to_tokens, total
 from .shaping import Shaping
 from .surrogates import SURROGATES, USED_BY_SOME, Choice, Now
@@ -45,6 +59,7 @@ class Policy:
       correction: importance sampling for samples of older weights, or of a sampler that computes differently.
       kl: the penalty that keeps the policy close to a reference.
       entropy: the entropy bonus.
+      observation: the likelihood of what the environment answered.
       ratio: "token"; "sequence": geometric mean over the sequence's learnt tokens (GSPO, arXiv:2507.18071; TRL's
         importance_sampling_level); "sequence_token": its value with each token's gradient (GSPO-token); "product":
         product over the sequence.
@@ -66,7 +81,9 @@ class Policy:
       cov_coef: for "kl_cov": coefficient of the penalty on the chosen tokens.
       tv_low: for "dppo": how far a token's probability may fall.
       tv_high: for "dppo": how far a token's probability may rise.
-      tv_coef: for "dppo": coefficient of log(r)^2.
+      tv_coef: for "dppo" and "dppo_kl": coefficient of log(r)^2.
+      binary_kl_low: for "dppo_kl": nats of divergence up to which a token's probability may fall.
+      binary_kl_high: for "dppo_kl": nats of divergence up to which a token's probability may rise.
       denominator: loss aggregation: the mean over all learnt tokens of the batch ("token", DAPO); over sequences of the
         mean of their tokens ("sequence", GRPO), of their sum ("sequence_sum"), of their sum / `denominator_tokens`
         ("constant", Dr. GRPO); or over rollouts or prompts of the mean of their tokens ("rollout", "prompt").
@@ -95,10 +112,13 @@ class Policy:
     tv_low: float = 0.2
     tv_high: float = 0.2
     tv_coef: float = 1e-3
+    binary_kl_low: float = 0.05
+    binary_kl_high: float = 0.05
     denominator: Denominator = "token"
     denominator_tokens: int = 0
     kl: KL = KL()
     entropy: Entropy = Entropy()
+    observation: Observation = Observation()
 
     def __post_init__(self):
         constant = self.denominator == "constant"
@@ -120,6 +140,8 @@ class Policy:
             "cov_low": (self.cov_low <= self.cov_high, f"at most cov_high {self.cov_high:g}"),
             "tv_low": (self.tv_low >= 0, "at least 0"),
             "tv_high": (self.tv_high >= 0, "at least 0"),
+            "binary_kl_low": (self.binary_kl_low >= 0, "at least 0"),
+            "binary_kl_high": (self.binary_kl_high >= 0, "at least 0"),
             "denominator_tokens": (counts, 'above 0 with denominator "constant", 0 with others'),
             "shaping": (not self.advantage.components or self.shaping.plain,
                         "without changes to the reward if the advantage has components; shape the components"),
@@ -212,7 +234,7 @@ class Policy:
             teacher_BT = jnp.where(mask_BT, batch.target["teacher"], 0)
             adv_BT += self.advantage.teacher * bounded_log(teacher_BT - prox_BT)
         log_BT = jnp.where(mask_BT, prox_BT - batch.logp_BT, 0)
-        kept_BT = corrections.kept(how, log_BT, adv_BT, mask_BT, segment_BT, J)
+        kept_BT = corrections.kept(how, prox_BT, log_BT, adv_BT, mask_BT, segment_BT, J)
         counted_BT = mask_BT if how.count_masked else kept_BT
         share_BT = share(batch, counted_BT, self.denominator, self.denominator_tokens)
         weight_BT = corrections.bounded(how, corrections.ratio(how, log_BT, mask_BT, segment_BT, J))
@@ -226,6 +248,8 @@ class Policy:
         if self.entropy.coef:
             before_BT = scores.entropy_BT if self.entropy.floor else None
             extras["entropy_weight_BT"] = entropy.weights(self.entropy, batch, before_BT, mask_BT, share_BT)
+        if self.observation.coef:
+            extras[observation.WEIGHT] = observation.weights(self.observation, batch)
         return batch.replace(
             mask_BT=mask_BT, adv_BT=adv_BT, prox_BT=prox_BT, return_BT=return_BT,
             weight_BT=share_BT * jnp.where(kept_BT, weight_BT, 0), target={**batch.target, **extras},
@@ -288,6 +312,11 @@ class Policy:
                 loss += jnp.sum(_shared(batch, "kl_coef", self.kl.coef) * share_BT * kl_BT)
         if self.entropy.coef:
             loss -= jnp.sum(target["entropy_weight_BT"] * jnp.where(mask_BT, out.entropy_BT, 0))
+        if self.observation.coef:
+            observed_BT = target[observation.WEIGHT] != 0
+            nll_BT = jnp.where(observed_BT, -out.logp_BT, 0)
+            loss += jnp.sum(target[observation.WEIGHT] * nll_BT)
+            report["observation_nll"] = metrics.of(nll_BT, observed_BT)
         return loss, report
 
     def _gain(self, now: Now):

@@ -11,7 +11,7 @@ from .shapes import shaped
 
 
 @shaped
-def gae(reward_BT, value_BT, sampled_BT, segment_BT, *, gamma: float = 1.0, lam: float = 1.0):
+def gae(reward_BT, value_BT, sampled_BT, segment_BT, *, gamma: float = 1.0, lam=1.0):
     """Generalised advantage estimation (arXiv:1506.02438), 0 off sampled tokens; not meant to be differentiated.
 
     delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, next = the segment's next sampled token; after
@@ -20,6 +20,7 @@ def gae(reward_BT, value_BT, sampled_BT, segment_BT, *, gamma: float = 1.0, lam:
     Args:
       reward_BT: reward of each sampled token.
       value_BT: the critic's value at the position that predicts the sampled token, as in `Scores.value_BT`.
+      lam: a number, or one per token, [B, T], the same over each sequence.
     """
     no = jnp.zeros((*segment_BT.shape[:-1], 1), bool)
     same_BT = jnp.concatenate([segment_BT[..., 1:] == segment_BT[..., :-1], no], -1) & (segment_BT > 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import clipping
+from . import clipping, kl
 from .clipping import bounded_exp
 
 
@@ -139,7 +139,23 @@ def dppo(spec, now: Now):
     """
     pi_BT = jax.lax.stop_gradient(jnp.exp(now.logp_BT))
     moved_BT = pi_BT * -jnp.expm1(jax.lax.stop_gradient(-now.gap_BT))
-    far_BT = jnp.where(now.adv_BT > 0, moved_BT > spec.tv_high, (now.adv_BT < 0) & (moved_BT < -spec.tv_low))
+    return _within(spec, now, moved_BT > spec.tv_high, moved_BT < -spec.tv_low)
+
+
+def dppo_kl(spec, now: Now):
+    """As `dppo`, by KL(proximal || pi) as far as the sampled token shows it (`kl.binary`).
+
+    Too large: above binary_kl_high if A > 0 and pi has risen, above binary_kl_low if A < 0 and pi has fallen.
+    """
+    pi_BT, gap_BT = map(jax.lax.stop_gradient, (now.logp_BT, now.gap_BT))
+    kl_BT = kl.binary(pi_BT - gap_BT, pi_BT)
+    risen_BT, fallen_BT = (gap_BT > 0) & (kl_BT > spec.binary_kl_high), (gap_BT < 0) & (kl_BT > spec.binary_kl_low)
+    return _within(spec, now, risen_BT, fallen_BT)
+
+
+def _within(spec, now: Now, risen_BT, fallen_BT):
+    """r A - tv_coef log(r)^2, without the first term where a probability has moved too far to the side of A."""
+    far_BT = jnp.where(now.adv_BT > 0, risen_BT, (now.adv_BT < 0) & fallen_BT)
     gain_BT = jnp.where(far_BT, 0, now.ratio_BT * now.adv_BT)
     return gain_BT - spec.tv_coef * jnp.square(now.gap_BT), far_BT
 
@@ -216,6 +232,12 @@ SURROGATES = {
         "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; minus "
         "{tv_coef:g} log(r)^2",
         ("tv_low", "tv_high", "tv_coef"),
+    ),
+    "dppo_kl": Surrogate(
+        dppo_kl,
+        "r A, but 0 where the binary KL({prox} || pi) is above {binary_kl_high:g} for A > 0 < log r or "
+        "{binary_kl_low:g} for A < 0 > log r; minus {tv_coef:g} log(r)^2",
+        ("tv_coef", "binary_kl_low", "binary_kl_high"),
     ),
 }
 USED_BY_SOME = tuple(sorted({field for surrogate in SURROGATES.values() for field in surrogate.uses}))

@@ -11,6 +11,7 @@ import numpy as np
 
 from .trie import Trie
 
+UNREAD = ("observation",)  # arrays that no model reads: each row of an episode has its own
 SHARE = 1 / 8  # a sample joins a trie that has at least this part of its tokens; less is cheaper to repeat
 
 
@@ -150,8 +151,8 @@ def dtypes(samples: Sequence) -> dict[str, np.dtype]:
 def _sorted(samples: Sequence, apart: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """Samples in depth-first order, those of a pair together, and the tokens that each shares with the one before.
 
-    Tokens are shared while they and the values of all extra arrays there agree to the bit, as they are packed, by
-    samples on the same side of each length in `apart`.
+    Tokens are shared while they and the values of all extra arrays there but UNREAD agree to the bit, as they are
+    packed, by samples on the same side of each length in `apart`.
     """
     own = dtypes(samples)
     keys = [_bytes(s, own, sum(len(s.tokens) > length for length in apart)) for s in samples]
@@ -168,7 +169,8 @@ def _bytes(sample, dtypes: dict, side: int) -> np.ndarray:
     """The bytes of each token and its extra arrays, in the dtypes in which they are packed, behind a byte that only
     samples of the same side have, u8[n, ...]."""
     arrays: list[np.ndarray] = [np.full(len(sample.tokens), side, np.uint8), np.asarray(sample.tokens, np.int32)]
-    arrays += [np.ascontiguousarray(sample.arrays[name][1], dtype) for name, dtype in dtypes.items()]
+    read = {name: dtype for name, dtype in dtypes.items() if name not in UNREAD}
+    arrays += [np.ascontiguousarray(sample.arrays[name][1], dtype) for name, dtype in read.items()]
     return np.concatenate([x.reshape(len(x), math.prod(x.shape[1:])).view(np.uint8) for x in arrays], 1)
 
 

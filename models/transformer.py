@@ -300,7 +300,7 @@ def score(
 
     Args:
       temperature: positive scalar, or one per token, [B, T]; where samples share a token, the first one's.
-      learnt_only: gives 0 for predictions that are not learnt (`batch.mask_BT`), whose logits then cost nothing: for
+      learnt_only: gives 0 for predictions that are not learnt (`batch.scored_BT`), whose logits then cost nothing: for
         losses, which read no others.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
         [B, T, ...]; `given` is the chunk's slice of `beside`.
@@ -325,7 +325,7 @@ def score(
     made = vocab.score(
         layout.predicting(hidden_BTD), head(params), layout.targets(batch.target_BT),
         temperature_BT=layout.targets(temperature_BT, 1),
-        needed_BT=layout.learnt(batch.mask_BT) if learnt_only else None, chunk=run.head_chunk, per_chunk=per_chunk,
+        needed_BT=layout.learnt(batch.scored_BT) if learnt_only else None, chunk=run.head_chunk, per_chunk=per_chunk,
         beside=jax.tree.map(layout.targets, beside), others=tuple(frozen),
         logits=tuple(partial(logits, config=each) for each in (config, *(other for _, other in others))),
     )  # fmt: skip

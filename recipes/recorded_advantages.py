@@ -14,6 +14,7 @@ from areax.core import packing
 from areax.core.corrections import Correction
 from areax.core.entropy import Entropy
 from areax.core.kl import KL
+from areax.core.observation import Observation
 from areax.core.policy import Policy
 from areax.recipes import grpo
 from areax.recipes.shared import describe, recorded
@@ -58,4 +59,5 @@ def _config(file: Path, changed: int) -> grpo.Config:
 def _prepared(objective: Policy) -> Callable:
     """The part of `prepare` that makes advantages, compiled."""
     own = replace(objective, correction=Correction(proximal="behaviour"), kl=KL(), entropy=Entropy())
+    own = replace(own, observation=Observation())
     return jax.jit(lambda batch: own.prepare(batch).adv_BT)

@@ -38,7 +38,7 @@ def policy(
     use = learnt(rows, o, shaped, mu, ref, teacher)
     A, _ = advantages(rows, o, shaped, use, old, ref, values, teacher)
     rho = [{t: old[i][t] - mu[i][t] for t in use[i]} for i in range(len(rows))]
-    kept = correct(rows, o.correction, rho, A, use)
+    kept = correct(rows, o.correction, rho, A, use, mu)
     w = weights(rho, o.correction, use, kept)
     counted = [[t for t in use[i] if o.correction.count_masked or kept[i][t]] for i in range(len(rows))]
     share = shares(rows, counted, o)
@@ -59,6 +59,9 @@ def policy(
             if o.entropy.coef and low:
                 kind = o.entropy.classes[row.arrays["token_class"][1][t]] if o.entropy.classes else 1.0
                 loss = loss - o.entropy.coef * kind * share[i] * h[i][t]
+    if o.observation.coef:  # ECHO (arXiv:2605.24517): the mean over what the environment said, whatever the rewards
+        seen = [(i, t) for i, row in enumerate(rows) for t in observed(row, o.observation.kinds)]
+        loss = loss - o.observation.coef * sum(x[i][t] for i, t in seen) / max(len(seen), 1)
     if not loss.requires_grad:
         slopes = [[np.zeros(one.shape) for one in v] for v in (x, h)]
         return (0.0, slopes[0]) if entropy is None else (0.0, *slopes)
@@ -78,6 +81,13 @@ def leaves(x):
 def steps(row):
     """Tokens that were sampled; nothing predicts the first of a row."""
     return [t for t in range(1, len(row.tokens)) if row.mask[t]]
+
+
+def observed(row, kinds):
+    """Tokens that the environment said, of these kinds."""
+    kind = row.arrays["observation"][1]
+    chosen = {1 + ["tool", "error", "user"].index(name) for name in kinds}
+    return [t for t in range(1, len(row.tokens)) if kind[t] in chosen and not row.mask[t]]
 
 
 def mean_of(x, use):
@@ -179,7 +189,8 @@ def advantages(rows, o, shaped, use, old, ref, values, teacher):
         r = [given[t] - penalty[i][t] for t in own]
         if a.credit == "gae":
             v = [float(values[i][t]) for t in own]
-            raw = gae(r, v, a.gamma, a.lam)
+            adaptive = max(1 - 1 / (a.lam_alpha * len(own)), 0) if a.lam_alpha else a.lam  # VAPO (arXiv:2504.05118)
+            raw = gae(r, v, a.gamma, adaptive)
             targets[i] = {t: A_t + v_t for t, A_t, v_t in zip(own, raw, v, strict=True)}
         else:
             raw = [G - baseline[row.rollout] for G in returns(r, a.gamma)]
@@ -225,6 +236,9 @@ def compare(rows, o, use, reward):
         if a.mean == "greedy":
             baseline[k] = greedy[k]
         out[k] = reward[k] - baseline[k]
+        if a.std == "mean":  # MaxRL (arXiv:2602.02710)
+            out[k] = out[k] / baseline[k] if baseline[k] > 0 else 0.0
+            continue
         if a.std in scopes and len({reward[j] for j in scopes[a.std]}) == 1:
             out[k] = 0.0
             continue
@@ -313,7 +327,7 @@ def weights(rho, c, use, kept):
     return out
 
 
-def correct(rows, c, rho, A, use):
+def correct(rows, c, rho, A, use, mu):
     """[{token: whether no mask leaves it out}]."""
     stat = {
         "ratio": lambda r: r,
@@ -337,6 +351,10 @@ def correct(rows, c, rho, A, use):
                 kept[i][t] &= all(low <= one <= high for one in over)
         if c.veto and min(ratio.values()) < c.veto:
             kept[i] = dict.fromkeys(at, False)
+        if c.binary_kl:  # KPop
+            for t in at:
+                q, p = (min(math.exp(v), math.exp(-1e-6)) for v in (mu[i][t], mu[i][t] + rho[i][t]))
+                kept[i][t] = kept[i][t] and max(binary_kl(p, q), binary_kl(q, p)) <= c.binary_kl
         if c.drift and -sum(rho[i][t] for t in at) / len(at) > c.drift:
             kept[i] = {t: kept[i][t] and A[i][t] >= 0 for t in at}
     if c.second_moment:
@@ -456,7 +474,17 @@ def gain(x, r, A, old, o):
         moved = float((torch.exp(x) - torch.exp(old)).detach())
         far = (A > 0 and moved > o.tv_high) or (A < 0 and moved < -o.tv_low)
         return (0.0 if far else r * A) - o.tv_coef * torch.log(r) ** 2
+    if o.surrogate == "dppo_kl":
+        pi, before = (min(float(torch.exp(torch.as_tensor(v)).detach()), math.exp(-1e-6)) for v in (x, old))
+        bound = o.binary_kl_high if A > 0 else o.binary_kl_low
+        far = binary_kl(before, pi) > bound and (pi - before) * A > 0
+        return (0.0 if far else r * A) - o.tv_coef * torch.log(r) ** 2
     raise ValueError(f"no surrogate {o.surrogate!r}")
+
+
+def binary_kl(p, q):
+    """KL(p || q) of the events that a token is drawn, or not (arXiv:2602.04879)."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def kl(x, ref, estimator):

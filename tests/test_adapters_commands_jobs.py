@@ -111,6 +111,7 @@ CASES = {  # name: (family, Config of a directory and that of another model)
             own, objective=losses.GRPO(correction={"proximal": "interpolate"}, kl={"coef": 0.1, "target": 0.1})
         ),
     ),
+    "observations": ("qwen3", lambda own, other: rl(own, objective=losses.GRPO(observation={"coef": 0.05}))),
     "kto": ("qwen3", lambda own, other: offline(preference, own, objective=losses.KTO())),
     "reward model": ("qwen3", lambda own, other: offline(preference, own, objective=losses.RewardModel(margin=True))),
     "process reward model": ("qwen3", lambda own, other: offline(prm, own)),

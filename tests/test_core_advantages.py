@@ -79,3 +79,33 @@ def test_small_groups(size):
     reward[0, :size], group[0, :size], rollout[0, :size] = [1.0, 0.0][:size], 0, range(size)
     got = np.asarray(advantages.group(jnp.asarray(reward), jnp.asarray(group), jnp.asarray(rollout)))
     assert np.isfinite(got).all() and (size > 1) == bool((got[0, :size] != 0).all())
+
+
+@pytest.mark.parametrize(
+    "rewards, wanted",  # as prime-rl's max_rl gives them
+    [
+        ([1, 0, 0, 0], [3, -1, -1, -1]),
+        ([0.5, 1, 0, 0.1], [0.25, 1.5, -1, -0.75]),
+        ([1, 1, 1, 1], [0, 0, 0, 0]),
+        ([0, 0, 0, 0], [0, 0, 0, 0]),
+        ([-1, 1, 0, -0.5], [0, 0, 0, 0]),
+    ],
+)
+def test_rewards_are_divided_by_their_mean(rewards, wanted):
+    ids = jnp.arange(4)[None]
+    got = advantages.group(jnp.asarray([rewards], jnp.float32), jnp.zeros_like(ids), ids, std="mean")
+    np.testing.assert_allclose(got[0], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_the_mean_as_divisor_maximises_a_truncated_likelihood(p):
+    """MaxRL (arXiv:2602.02710): -log p = sum over k of (1 - p)^k / k, of which a group of N has the terms up to N - 1:
+    its expected gradient, over all outcomes of N tries, is that of p times the sum of (1 - p)^(k - 1)."""
+    N, total = 4, 0.0
+    outcomes = [[n >> i & 1 for i in range(N)] for n in range(2**N)]
+    for outcome in outcomes:
+        ids = jnp.arange(N)[None]
+        adv = advantages.group(jnp.asarray([outcome], jnp.float32), jnp.zeros_like(ids), ids, std="mean")[0]
+        slope = sum(float(a) * (1 / p if r else -1 / (1 - p)) for a, r in zip(adv, outcome, strict=True)) / N
+        total += slope * np.prod([p if r else 1 - p for r in outcome])
+    assert total == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, N)), rel=1e-5)

@@ -25,6 +25,29 @@ def test_definitions_and_expectations():
     np.testing.assert_allclose(tiny, 5e-9, rtol=1e-1, atol=1e-9)
 
 
+PEERS = [  # p, q, KL(p || q), KL(q || p), as the functions dppo_kl of verl and rLLM give them
+    (0.5, 0.7, 0.0871767, 0.0822829),
+    (0.5, 0.3, 0.0871767, 0.0822829),
+    (1e-4, 1e-2, 0.0094888, 0.0362009),
+    (0.99, 0.9, 0.0713312, 0.1444793),
+    (0.9, 0.999, 0.366592, 0.0996505),
+]
+
+
+@pytest.mark.parametrize("p, q, there, back", PEERS)
+def test_what_a_token_shows_of_a_divergence(p, q, there, back):
+    got = [float(kl.binary(*(jnp.log(jnp.array([[x]], jnp.float32)) for x in pair))[0, 0]) for pair in ((p, q), (q, p))]
+    np.testing.assert_allclose(got, (there, back), rtol=2e-5)
+
+
+def test_a_divergence_of_certain_and_impossible_tokens_is_finite():
+    logp = jnp.array([0.0, 1e-3, -1e-9, -1e-3, -1.0, -1e4, -3.4e38], jnp.float32)
+    pairs = kl.binary(*jnp.meshgrid(logp, logp))
+    assert np.isfinite(np.asarray(pairs)[np.abs(pairs) < 1e30]).all() and not np.isnan(pairs).any()
+    np.testing.assert_array_equal(np.diag(pairs), 0)
+    assert (np.asarray(pairs) > -1e-6).all() and np.asarray(pairs)[:3, :3].max() == 0  # all of them are certain
+
+
 V = 5
 MU = np.array([1, 1, 2, 4, 8]) / 16  # what sampled; exact in 32 bits
 REF = np.random.default_rng(1).dirichlet(np.ones(V))

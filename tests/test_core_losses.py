@@ -16,6 +16,7 @@ from areax.core.advantages import Advantage
 from areax.core.corrections import Correction
 from areax.core.entropy import Entropy
 from areax.core.kl import KL
+from areax.core.observation import Observation
 from areax.core.shaping import Shaping
 from areax.rollout.types import Sample
 
@@ -173,7 +174,8 @@ def test_the_types_of_options_are_those_of_the_fields():
     """Field by field; a part may be given whole, or by single fields."""
     pairs = {
         Shaping: options.ShapingOptions, Advantage: options.AdvantageOptions, Correction: options.CorrectionOptions,
-        KL: options.KLOptions, Entropy: options.EntropyOptions, policy.Policy: options.PolicyOptions,
+        KL: options.KLOptions, Entropy: options.EntropyOptions,
+        Observation: options.ObservationOptions, policy.Policy: options.PolicyOptions,
         preference.Preference: options.PreferenceOptions,
     }  # fmt: skip
     for fields, named in pairs.items():

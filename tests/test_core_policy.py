@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from sweeps import thinned
 
 from areax.adapters.tracking import run_dir
-from areax.core import losses, metrics, packing, policy, surrogates
+from areax.core import losses, metrics, observation, packing, policy, surrogates
 from areax.core.critic import Critic
+from areax.rollout.chat import observations
 from areax.rollout.types import Sample
 
 GOLDEN = Path(__file__).parent / "data" / "objectives.txt"
@@ -64,6 +65,8 @@ VARIANTS = {
     "leave one out of the batch": adv(mean="batch", std="none", leave_one_out=True),
     "leave one out, with deviation": adv(leave_one_out=True),
     "wide eps": adv(eps=0.5),
+    "divided by the mean": adv(std="mean"),
+    "divided by a mean that may be negative": losses.GRPO(shaping=dict(bias=-1.0), advantage=dict(std="mean")),
     "weighted by length over the batch": adv(losses.OPO, mean="batch"),
     "greedy, with deviation": adv(mean="greedy"),
     "whitened tokens": adv(std="none", whiten="token"),
@@ -71,6 +74,7 @@ VARIANTS = {
     "discounted returns": adv(losses.ReinforcePlusPlus, gamma=0.9, whiten="none"),
     "returns against the group": adv(losses.ReinforcePlusPlus, gamma=0.9, mean="group"),
     "gae": adv(losses.PPO, gamma=0.95, lam=0.8, whiten="none"),
+    "gae by length": adv(losses.PPO, gamma=0.95, lam_alpha=0.2, whiten="none"),
     "gae, whitened without freedom": adv(losses.PPO, ddof=0, eps=0.1),
     "components": adv(components=("correct", "format")),
     "weighted components": adv(components=("correct", "format"), component_weights=(1.0, 0.25), whiten="rollout"),
@@ -93,6 +97,8 @@ VARIANTS = {
     "veto, not counted": fix(veto=0.75, count_masked=False),
     "veto, a mean over sequences": losses.GSPO(correction=dict(veto=0.75, count_masked=False)),
     "drift": fix(drift=0.02),
+    "binary kl": fix(binary_kl=0.02),
+    "binary kl, not counted": fix(binary_kl=0.02, second_moment=0.03, count_masked=False),
     "second moment": fix(second_moment=0.03),
     "second moment, not counted": fix(second_moment=0.03, count_masked=False),
     **{
@@ -130,6 +136,8 @@ VARIANTS = {
     "much of kl-cov": losses.KLCov(cov_fraction=0.3, cov_coef=0.5),
     "narrow dppo": losses.DPPO(tv_low=0.02, tv_high=0.03, tv_coef=0.1),
     "dppo from the weights before": losses.DPPO(tv_low=0.05, tv_high=0.05, correction=dict(proximal="recompute")),
+    "dppo by kl": losses.DPPO(surrogate="dppo_kl", binary_kl_low=0.01, binary_kl_high=0.02, tv_coef=0.1),
+    "dppo by kl from the weights before": losses.DPPO(surrogate="dppo_kl", correction=dict(proximal="recompute")),
     "a mean over rollouts": losses.GRPO(denominator="rollout"),
     "a mean over prompts": losses.GRPO(denominator="prompt"),
     **{f"kl {name}": kl(estimator=name) for name in ("k1", "k2", "k3", "k3_k2")},
@@ -143,6 +151,8 @@ VARIANTS = {
     "entropy below its floor": losses.GRPO(entropy=dict(coef=0.1, floor=2.0)),
     "entropy above its floor": losses.GRPO(entropy=dict(coef=0.1, floor=0.5)),
     "entropy by class": losses.GRPO(entropy=dict(coef=0.1, classes=(1.0, 0.0, 0.25))),
+    "observations": losses.GRPO(observation=dict(coef=0.05)),
+    "observations of two kinds": losses.GSPO(observation=dict(coef=0.5, kinds=("user", "tool"))),
     "entropy of sequences": losses.GSPO(entropy=dict(coef=0.1), correction=dict(level="token", low=0.8, cap=1.25)),
 }
 EVERY = PRESETS | VARIANTS
@@ -153,7 +163,8 @@ OF_A_MICROBATCH = {name for name, spec in EVERY.items() if spec.surrogate in ("c
 def samples(seed=0, groups=4, size=4, nan=(5,), split=True):
     """Groups of rollouts with rewards, one unscorable, one in two rows, one group all equal.
 
-    Some have tokens of tools in between and rewards on the way; all bring a teacher and classes of tokens.
+    Some have tokens of tools in between and rewards on the way; all bring a teacher, classes of tokens and kinds of
+    observations.
     """
     rng = np.random.default_rng(seed)
     out = []
@@ -167,6 +178,7 @@ def samples(seed=0, groups=4, size=4, nan=(5,), split=True):
             arrays = {
                 "teacher": ("target", rng.normal(-1, 0.5, n).astype(np.float32)),
                 "token_class": ("target", rng.integers(0, 3, n).astype(np.int32)),
+                "observation": ("target", (np.arange(n) * (i + 1) % 5 % 4).astype(np.int8)),
             }
             out.append(
                 Sample(
@@ -607,6 +619,19 @@ def test_objectives_print_their_formula():
     assert "\n\n".join(map(str, PRESETS.values())) + "\n" == GOLDEN.read_text()
 
 
+def test_observations_need_an_array_and_are_in_the_formula(case):
+    spec = losses.GRPO(observation={"coef": 0.05, "kinds": ("tool",)})
+    assert "  + 0.05 log pi of observations (tool), mean over their tokens in the batch" in str(spec).split("\n")
+    assert observation.KINDS == observations.KINDS
+    chosen = [x for s, x in zip(case.rows, case.now, strict=True) for x in x[oracles.observed(s, ("tool",))]]
+    assert case.report(spec)["observation_nll"] == pytest.approx(-np.mean(chosen), rel=1e-5)
+    bare = packed([s.replace(arrays={}) for s in case.rows])
+    with pytest.raises(
+        ValueError, match=r'Observation: coef 0.05 needs target\["observation"\], got the arrays \[\]; '
+    ):
+        spec.prepare(bare, case.scores())
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -616,10 +641,13 @@ def test_objectives_print_their_formula():
         (lambda: losses.CISPO(ratio="sequence"), "CISPO: the surrogate cispo does not use ratio, got sequence"),
         (lambda: losses.DrGRPO(denominator_tokens=0), "denominator_tokens must be above 0"),
         (lambda: adv(losses.OPO, leave_one_out=True), "length_weighted must be False with leave_one_out"),
+        (lambda: adv(std="mean", mean="batch"), 'std must be group, batch or none unless mean is "group", got mean'),
+        (lambda: adv(std="mean", leave_one_out=True), 'leave_one_out must be False with std "mean"'),
         (lambda: adv(gamma=0.9), 'gamma must be 1 with credit "rollout"'),
+        (lambda: adv(lam_alpha=0.05), 'lam_alpha must be 0 unless credit is "gae", got 0.05'),
         (lambda: adv(losses.PPO, mean="group"), 'mean must be none with credit "gae"'),
         (lambda: losses.GRPO(surrogate="clop"), "surrogate must be one of score, ratio, clip"),
-        (lambda: losses.GRPO(surrogate=3), "dppo, or a function, got 3"),
+        (lambda: losses.GRPO(surrogate=3), "dppo_kl, or a function, got 3"),
         (
             lambda: losses.GRPO(denominator="tokens"),
             "denominator must be one of token, sequence, sequence_sum, constant",
@@ -627,10 +655,19 @@ def test_objectives_print_their_formula():
         (lambda: fix(low=1.5), "low must be between 0 and 1"),
         (lambda: fix(mask="ratio", mask_over="sum"), 'mask_over must be token, mean or max with "ratio"'),
         (lambda: fix(mask="k3", mask_low=0.5), "mask_low must be 0 with k2 and k3"),
+        (lambda: fix(binary_kl=-1.0), "binary_kl must be at least 0, got -1.0"),
+        (lambda: losses.DPPO(binary_kl_low=0.1), "DPPO: the surrogate dppo does not use binary_kl_low, got 0.1"),
+        (lambda: fix(proximal="interpolate", binary_kl=0.5), 'proximal must be "recompute" with masks'),
         (lambda: fix(proximal="interpolate", veto=0.5), 'proximal must be "recompute" with masks'),
         (lambda: fix(proximal="behaviour", veto=0.5), 'proximal must be "recompute" with a weight or a mask'),
         (lambda: kl(place="reward", ratio=True), 'ratio must be False with place "reward"'),
         (lambda: losses.GRPO(entropy=dict(classes=(1.0,))), "classes must be empty without a coef"),
+        (lambda: losses.GRPO(observation=dict(coef=-1.0)), "Observation: coef must be at least 0 and finite, got -1.0"),
+        (
+            lambda: losses.GRPO(observation=dict(coef=1.0, kinds=("tools",))),
+            "Observation: kinds must be one or several of tool, error, user, got",
+        ),
+        (lambda: losses.GRPO(observation=dict(kinds=("tool",))), "kinds must be left out without a coef"),
     ],
 )
 def test_impossible_settings_are_refused(make, words):

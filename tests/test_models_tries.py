@@ -220,6 +220,7 @@ RARELY = {
     **{f"preference {name}": preset() for name, preset in losses.PREFERENCES.items()},
     "interpolated": GRPO(correction={"proximal": "interpolate"}),
     "terms": GRPO(kl={"coef": 0.1, "place": "reward"}, entropy={"coef": 0.1, "floor": 3.0}),
+    "observations": GRPO(observation={"coef": 0.5}),
     "prompts": GRPO(denominator="prompt", shaping={"overlong_tokens": 9, "overlong_buffer": 4}),
 }
 
@@ -239,7 +240,11 @@ def test_objectives_are_those_of_rows(name):
     objective = (OFTEN | RARELY)[name]
     value, pairs = getattr(objective, "needs_values", False), name == "dpo" or name.startswith("preference")
     params = PARAMS if value or name == "preference RewardModel" else {**OTHER, "embed": PARAMS["embed"]}
-    same_objective(objective, SCORE, params, forks.samples(pairs=pairs), beside=prepared)
+    data = forks.samples(pairs=pairs)
+    if name == "observations":  # which only every other sample has, also of tokens that they share
+        kinds = lambda s: np.where(s.mask | (s.sample % 2 == 0), 0, s.tokens % 4).astype(np.int8)
+        data = [s.replace(arrays={"observation": ("target", kinds(s))}) for s in data]
+    same_objective(objective, SCORE, params, data, beside=prepared)
 
 
 @pytest.mark.slow

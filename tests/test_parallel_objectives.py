@@ -21,6 +21,7 @@ OBJECTIVES = {
     "masks": GRPO(correction={"mask": "k3", "mask_over": "mean", "veto": 0.1, "drift": 0.01, "normalise": True}),
     "terms": GRPO(kl={"coef": 0.1, "place": "reward"}, entropy={"coef": 0.1, "floor": 3.0}),
     "components": GRPO(advantage={"components": ("greedy",), "whiten": "rollout"}),
+    "observations": GRPO(observation={"coef": 0.5}),
     "prompts": GRPO(denominator="prompt", shaping={"overlong_tokens": 9, "overlong_buffer": 4}),
 }
 
@@ -38,6 +39,7 @@ def samples():
                 version=np.where(mask, 2, -1).astype(np.int32), turn=np.zeros(n, np.int32),
                 rewards=((n - 1, float(rng.random())),), components={"greedy": float(rng.random())},
                 group=i // 4, prompt=i // 4, rollout=i, sample=i, pair=i // 2, label=float(1 - i % 2),
+                arrays={"observation": ("target", np.where(mask, 0, rng.integers(0, 4, n)).astype(np.int8))},
             )
         )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from gateways import TOKENS
 from areax.adapters import cli
 from areax.adapters.command_line import parse
 from areax.adapters.command_line.options import flat, replaced
+from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import eval, grpo
@@ -62,6 +63,14 @@ class Sourced(Sum):
 class Full(Sum):
     def reset(self, row):
         raise RuntimeError("no\\nroom")
+
+class Told(Sum):
+    def step(self, message):
+        self.left -= 1
+        return f"{3 * self.seen % 10}", float(len(message["content"])), not self.left
+    def reset(self, row):
+        self.left, self.seen = 2, row["seed"] % 10
+        return f"{self.seen}"
 
 class Counter:
     def reset(self, **row):
@@ -298,6 +307,26 @@ def test_a_run_trains_on_an_environment_and_goes_on(place, file):
     assert done["complete"] and min(set(made) - {0}) == 2  # 0 was only tried before the run
     weights = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("run", "again")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.long
+def test_what_an_environment_answers_is_learnt(place, file):
+    """ECHO: the policy expects what its environment answers, a digit that depends on the task; by rewards alone it
+    does not, which a coefficient of nearly nothing measures."""
+    fell = {}
+    for coef in (1.0, 1e-9):
+        config = replaced(
+            run(place, file, env="Told"), out=str(place / f"told-{coef:g}"), env_options='{"turns": 2}', steps=30,
+            groups=16, group_size=2, rows=8, max_concurrent=8, heldout=(), save_every=0, minibatches=2,
+            objective=GRPO(advantage={"std": "none"}, observation={"coef": coef, "kinds": ("user",)}),
+            optim=Optimizer(lr=1e-2),
+        )  # fmt: skip
+        assert grpo.main(config)["complete"]
+        lines = run_dir.read_lines(place / f"told-{coef:g}" / run_dir.METRICS)
+        nll = [line["observation_nll"] for line in lines if line["kind"] == "grpo"]
+        print(coef, [round(x, 2) for x in nll])
+        fell[coef] = sum(nll[-5:]) / sum(nll[:5])
+    assert fell[1.0] < 0.2 and fell[1e-9] > 0.7, fell
 
 
 @pytest.mark.slow

@@ -221,6 +221,7 @@ def _arrays(config, settings) -> list[Array]:
         found += [Array("component", name) for name in objective.advantage.needs]
         found += [Array("scalars", "kl_coef")] if objective.kl.target else []
         found += [Array("scalars", "version", "int32")] if objective.correction.proximal == "interpolate" else []
+        found += [Array("target", "observation", "int8")] if objective.observation.coef else []
         if served or objective.advantage.teacher:
             found.append(Array("target", "teacher"))
         top_k = config.distill.top_k if getattr(config, "distill_coef", 0) else 0

@@ -74,6 +74,10 @@ CHARTS = (
         zero=True,
     ),
     Chart(
+        "Learning", "Observations", ("observation_nll",),
+        "Negative log-likelihood of what the environment answered, nats per token. It should fall.", zero=True,
+    ),
+    Chart(
         "Learning", "Answer length", ("length", "length_max"),
         "Sampled tokens per answer: the mean and the maximum of the step.", zero=True,
     ),
@@ -402,6 +406,7 @@ METRICS = {
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
     "mismatch_k3_now": "the same only over tokens of the current version: only numerical differences",
     "nll": "negative log-likelihood of a target token, nats",
+    "observation_nll": "negative log-likelihood of a token that the environment answered, nats",
     "other_clip_fraction": "fraction of tokens outside the clip range of the other options",
     "other_effective_fraction": "fraction of samples that teach by the other options",
     "other_ess": "effective sample size of the other options; 1 = equal weights",

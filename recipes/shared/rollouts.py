@@ -15,7 +15,7 @@ from areax.adapters.command_line.options import json_object
 from areax.recipes.shared import evaluation, teachers
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
-from areax.rollout.chat import images
+from areax.rollout.chat import images, observations
 from areax.rollout.errors import ServerError
 from areax.rollout.journal.store import Journal
 from areax.rollout.rewards.signatures import Regroup
@@ -84,6 +84,8 @@ async def opened(
         )  # fmt: skip
         bound = await enter(bind(sampling=rollout.sampling))
         train = fitting(bound, training.length, rollout)
+        if training.objective.observation.coef:
+            train = functools.partial(observations.marked, train)
         if rollout.episode_timeout_s:
             train = functools.partial(timed, train, rollout.episode_timeout_s)
         if training.teachers:

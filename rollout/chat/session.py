@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import xxhash
 from .. import rewards
 from ..errors import ServerError
 from ..types import Completion, Generate, Image, Sample, Sampling
-from . import conversation, images, template, trajectory
+from . import conversation, images, observations, template, trajectory
 from .detokenizer import Reader
 from .parsers import Answer, decoder, opened, said, style_for
 from .parsers import parse as parsed
@@ -141,12 +142,13 @@ class Session:
 
     def samples(self, *, style: trajectory.Style = "leaves", discount: float = 1.0, **fields) -> list[Sample]:
         """Converts the episode to rows of training data (`trajectory.samples`), each with `fields` in its info."""
+        observed = functools.partial(observations.spans, self._tokenizer) if observations.wanted.get() else None
         decode = lambda tokens: self._tokenizer.decode(self._shown(tokens.tolist()))
         return [
             row.replace(
                 info={**row.info, **fields, "prompt": decode(row.tokens[:start]), "text": decode(row.tokens[start:])}
             )
-            for row in trajectory.samples(self.interactions, style, discount)
+            for row in trajectory.samples(self.interactions, style, discount, observed)
             for start in [int(row.mask.argmax())]
         ]
 

@@ -8,7 +8,7 @@ begins a new sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,7 +74,13 @@ class Interaction:
         return (*self.messages, self.answer.message())
 
 
-def samples(done: Sequence[Interaction], style: Style = "leaves", discount: float = 1.0) -> list[Sample]:
+Span = tuple[int, int, int]  # tokens [start, end) of a prompt, and the number of their kind of observation
+Observed = Callable[[Interaction], Sequence[Span]]
+
+
+def samples(
+    done: Sequence[Interaction], style: Style = "leaves", discount: float = 1.0, observed: Observed | None = None
+) -> list[Sample]:
     """Converts an episode to rows; every sampled token is trained on in exactly one of them.
 
     "leaves": one row per interaction that no other extends, containing those it extends. A turn that is in several rows
@@ -89,6 +95,8 @@ def samples(done: Sequence[Interaction], style: Style = "leaves", discount: floa
 
     Args:
       done: interactions in the order in which they ended; those without a sampled token make no row.
+      observed: gives the observations in an interaction's prompt; those of the turns that a row trains on become its
+        array `observation`. None = rows have no such array.
 
     Raises:
       ValueError: a discount with "leaves"; use `Advantage.gamma` there.
@@ -105,7 +113,9 @@ def samples(done: Sequence[Interaction], style: Style = "leaves", discount: floa
     if style == "interactions":
         values = returns(done, discount)
         rows = [
-            _row([x], {x}, math.nan if math.isnan(total) else values[x], False) for x in done if x.completion.tokens
+            _row([x], {x}, math.nan if math.isnan(total) else values[x], False, observed)
+            for x in done
+            if x.completion.tokens
         ]
     else:
         extended = {x.parent for x in done if x.extends}
@@ -115,7 +125,7 @@ def samples(done: Sequence[Interaction], style: Style = "leaves", discount: floa
             trained = {x for x in chain if x not in seen and x.completion.tokens}
             seen |= trained
             if trained:
-                rows.append(_row(chain, trained, total, True))
+                rows.append(_row(chain, trained, total, True, observed))
     return [row.replace(components=parts, info={"episode_reward": total}) for row in rows]
 
 
@@ -144,7 +154,9 @@ def _chain(leaf: Interaction) -> list[Interaction]:
     return chain[::-1]
 
 
-def _row(chain: Sequence[Interaction], trained: set[Interaction], reward: float, per_turn: bool) -> Sample:
+def _row(
+    chain: Sequence[Interaction], trained: set[Interaction], reward: float, per_turn: bool, observed: Observed | None
+) -> Sample:
     leaf = chain[-1]
     n = len(leaf.tokens)
     tokens = np.asarray(leaf.tokens, np.int32)
@@ -165,10 +177,15 @@ def _row(chain: Sequence[Interaction], trained: set[Interaction], reward: float,
     rest = reward - sum(rewards.values())
     if rest or not rewards:
         rewards[n - 1] = rewards.get(n - 1, 0.0) + rest
-    routed: dict = {} if leaf.completion.routed is None else {"routed_experts": ("input", _routed(chain))}
+    arrays: dict = {} if leaf.completion.routed is None else {"routed_experts": ("input", _routed(chain))}
+    if observed:
+        observation = np.zeros(n, np.int8)
+        for first, stop, kind in (span for x in chain if x in trained for span in observed(x)):
+            observation[first:stop] = kind
+        arrays["observation"] = "target", observation
     return Sample(
         tokens=tokens, mask=mask, logp=logp, version=version, turn=turn, temperature=leaf.temperature,
-        rewards=tuple(rewards.items()), finish=leaf.completion.finish, arrays=routed,
+        rewards=tuple(rewards.items()), finish=leaf.completion.finish, arrays=arrays,
         images=leaf.images,
     )  # fmt: skip
 
