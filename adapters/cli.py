@@ -26,6 +26,7 @@ from .runtime import log_lines
 
 TROUBLE = 3  # exit code of a run that --stop-on ended at an alarm or a metric that is not a number
 RECIPES = ("sft", "grpo", "preference", "distill", "prm")
+HOST, PORT = "127.0.0.1", 6006  # of `report --serve`
 SHOWN = ("steps", "complete", "accuracy", "checkpoint", "report")  # at a run's end
 
 
@@ -44,7 +45,7 @@ def train(recipe: str, *options: str) -> int:
         _show(_short(summary), False)
         if summary.get("complete") is False:  # stopped by a signal or --stop-on; progress is saved
             done, why = summary.get("steps", 0), summary.get("stopped_on", "")
-            words = f"stopped after {done} steps{why and f', --stop-on {why}'}"
+            words = f"stopped after {done} step{'s' * (done != 1)}{why and f', --stop-on {why}'}"
             print(f"areax train {recipe}: {words}; the same command goes on", file=sys.stderr)
             return (TROUBLE if summary["trouble"] else 0) if why else 130
     return 0
@@ -328,8 +329,8 @@ def report(
     other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN2]")] = "",
     out: str | None = None,
     serve: bool = False,
-    host: str = "127.0.0.1",
-    port: int = 6006,
+    host: str = HOST,
+    port: int = PORT,
     tensorboard: str = "",
     wandb: str = "",
     trackio: str = "",
@@ -360,6 +361,8 @@ def report(
         paths = [Path(path) for path in (run, other) if path]
         live.serve(paths, recorded_samples.Samples, host=host, port=port, key=keys.read(keys.REPORT))
         return 0
+    if (host, port) != (HOST, PORT):
+        raise ValueError("report: --host and --port are for --serve; add it, or leave them out")
     if other:
         raise ValueError(f"report: a second run, {other}, needs --serve: a page is of one run")
     if tensorboard or wandb or trackio:

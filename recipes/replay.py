@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from areax.adapters import orbax
+from areax.adapters import hf, orbax
 from areax.adapters.command_line import parse
 from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import blas, compile_cache, hub
@@ -246,12 +246,18 @@ def shaping(config: grpo.Config) -> tuple:
 
 
 def check_start(run: recorded.Run, config: grpo.Config) -> None:
-    """Raises ValueError if the model that the run started from is another now, as far as a saved state tells."""
+    """Raises ValueError if the model that the run started from is gone, or another, as far as a saved state tells."""
     newest = orbax.newest(run.states)
     known = newest and newest[1]["rollout"].get("contents")
-    if known:
-        tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
+    try:
         place = Path(hub.folder(config.model, weights=config.init != "random"))
+        hf.read_config(place)
+        tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
+    except ValueError as error:
+        raise ValueError(
+            f"{run.path}: needs the model that it started from ({error}); if it has moved, name its place with --base"
+        ) from error
+    if known:
         contents.check_start(known, place, tokens, weights=config.init != "random", where=str(run.path))
 
 

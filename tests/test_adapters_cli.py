@@ -80,13 +80,14 @@ def test_a_run_ends_with_a_few_lines(capsys, tmp_path, summary, shown):
     assert capsys.readouterr().out == shown
 
 
-def test_a_stopped_run_says_how_it_goes_on(capsys, tmp_path):
+@pytest.mark.parametrize("done, words", [(1, "1 step"), (3, "3 steps")])
+def test_a_stopped_run_says_how_it_goes_on(capsys, tmp_path, done, words):
     (tmp_path / "own.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass Config:\n    'Mine.'\n"
-        "def main(config):\n    return {'steps': 3, 'complete': False, 'report': 'r'}\n"
+        f"def main(config):\n    return {{'steps': {done}, 'complete': False, 'report': 'r'}}\n"
     )
     assert cli.main(["train", str(tmp_path / "own.py")]) == 130
-    assert capsys.readouterr().err.endswith("own.py: stopped after 3 steps; the same command goes on\n")
+    assert capsys.readouterr().err.endswith(f"own.py: stopped after {words}; the same command goes on\n")
 
 
 @pytest.mark.slow

@@ -194,6 +194,7 @@ def test_an_address_of_other_machines_needs_a_key(tmp_path, capsys, monkeypatch)
         (["--serve", "RUN", "RUN/file"], "needs a run directory, got the file"),
         (["--serve", "RUN", "RUN/."], "the second run must be another one"),
         (["RUN", "RUN"], "needs --serve: a page is of one run"),
+        (["RUN", "--port", "1"], "--host and --port are for --serve"),
     ],
 )
 def test_other_options_are_refused_in_one_line(tmp_path, capsys, arguments, said):

@@ -124,7 +124,7 @@ def test_at_eta_0_a_killed_run_has_its_calls_again_without_generating_them(place
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("steps", "each", "times"), [(5, 9, 2), (48, 2, 50)])
+@pytest.mark.parametrize(("steps", "each", "times"), [(5, 9, 2), (56, 4, 50)])
 def test_killed_servers_and_reward_workers_change_nothing(place, steps, each, times):
     others = ["areax.rollout.rewards.worker", "-m areax serve"]
     grpo.main(of_steps(place, "whole", steps))

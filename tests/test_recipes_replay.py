@@ -222,6 +222,7 @@ def test_wrong_use_is_one_line(place, capsys, tmp_path):
         place / "fresh", "--lora.rank", 4
     )
     assert "PPO needs a critic" in said(place / "fresh", "--objective.name", "ppo")
+    assert said(place / "fresh", "--base", tmp_path / "gone").endswith("if it has moved, name its place with --base")
     pruned = emptied(place, "pruned", "DELETE FROM batches WHERE version < 2")
     assert "has no batch of step 1, " in (line := said(pruned)) and line.endswith("kept, with --from 2")
     damaged = emptied(place, "damaged", "UPDATE batches SET samples = x'00' WHERE version = 0")

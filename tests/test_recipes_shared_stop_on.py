@@ -11,6 +11,7 @@ import tiny
 from areax.adapters import cli, hf, tokenizer
 from areax.adapters.tracking import diagnosis, run_dir
 from areax.recipes import distill, grpo, preference, prm, sft
+from areax.recipes.shared.rl_options import Evaluation
 from areax.recipes.shared.stop_on import StopOn
 from areax.rollout.tasks import arithmetic
 
@@ -74,6 +75,9 @@ def test_an_alarm():
         (grpo, "accuracy>0.9", "no metric accuracy; it needs --heldout"),
         (grpo, "critic_loss>1", "no metric critic_loss; it needs a critic"),
         (grpo, "margin>1", "no metric margin"),
+        (grpo, "time_nothing>0", "no metric time_nothing; the nearest are time_"),
+        (grpo, "a/b>0", "this run logs no metric a/b;"),
+        (grpo, "pass@4>0.5", "this run logs no metric pass@4;"),
     ],
 )  # fmt: skip
 def test_what_can_never_hold_is_refused(recipe, rule, said):
@@ -81,6 +85,24 @@ def test_what_can_never_hold_is_refused(recipe, rule, said):
     with pytest.raises(ValueError, match=said) as error:
         recipe.Config("model", "data", **given, stop_on=("alarm", rule))
     assert "\n" not in str(error.value)
+
+
+def test_metrics_of_sources_and_held_out_sets():
+    data, held = "easy=a.jsonl:2,hard=b.jsonl", Evaluation(heldout=("m=c.jsonl", "n=d.jsonl"), heldout_samples=4)
+    rules = "hard/solved_any>0.9", "m/accuracy>=0.5@2", "n/pass@4>=0.9@2", "time_rollout>60", "reward_any>0"
+    grpo.Config("model", data, reward="x", evaluation=held, stop_on=rules)
+    for wrong in ("hard/solved>0", "o/accuracy>0", "m/pass@3>0"):
+        with pytest.raises(ValueError, match=f"this run logs no metric {wrong[:-2]};"):
+            grpo.Config("model", data, reward="x", evaluation=held, stop_on=(wrong,))
+
+
+def test_a_component_of_rewards_that_does_not_come_is_named_once(capsys):
+    stop = StopOn(["reward_form>2", "reward_from>2", "accuracy>2"], start=3, steps=100)
+    for step in range(4, 20):
+        stop.see(step, {"reward_form": 1.0})
+        stop.see(step, {"accuracy": 1.0})
+    said = "--stop-on reward_from>2: no step so far has reward_from, a component that rewards name\n"
+    assert capsys.readouterr().err == said and not stop.summary
 
 
 def command(place, out, *options):

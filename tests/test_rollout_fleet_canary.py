@@ -168,6 +168,7 @@ def test_keys_and_values_of_old_weights_are_found_and_flushed(place, logp_of, bo
         assert found["label"].startswith("1-") and found["trainer"] < 1e-5 < found["limits"][1] < found["cache"]
 
     play(place, logp_of, both[0], main)
+    assert "of the trainer (F32) and" in caplog.text and "over the prefix cache (F32), got" in caplog.text
     assert "worst: token" in caplog.text and "canary after a flush: version 1-" in caplog.text
 
 

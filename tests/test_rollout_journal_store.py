@@ -203,10 +203,10 @@ def test_a_journal_behind_the_state_has_nothing(copy, caplog):
 
 def test_a_journal_of_other_options_keeps_only_what_was_before(copy, caplog):
     past = opened(copy, start=2, options="other")
-    assert past == (range(2, 2), None, {}) and "it is of another options" in caplog.text
+    assert past == (range(2, 2), None, {}) and "it is of other options" in caplog.text
     assert opened(copy, start=2, options="other").batches == range(2, 2)
     caplog.clear()
-    assert opened(copy, start=0).batches == range(0, 0) and "of another" in caplog.text
+    assert opened(copy, start=0).batches == range(0, 0) and "of other options" in caplog.text
 
 
 def test_batches_of_former_options_are_not_used_when_an_older_state_comes_back(copy, caplog):
@@ -332,6 +332,17 @@ def test_a_full_disk_loses_records_but_not_the_run(small, caplog):
     read, begun = all_of(None, small, 0)
     assert all(same(batch.groups, made(v)) for v, batch in read.items())
     assert all(same(one.episodes, {0: made(prompt)[0]}) for prompt, one in begun.items() if one.episodes)
+
+
+def test_a_number_or_record_beyond_those_of_sqlite_does_not_stop_the_run(tmp_path, caplog):
+    async def fill(journal):
+        await asyncio.wait_for(keep(journal, 1 << 63, 0, {0: [sample()]}), 10)
+        await journal.close_batch(0, groups(0), {}, [])
+
+    opened(tmp_path, fill)
+    [line] = caplog.messages
+    assert "not all was written (Python int too large to convert to SQLite INTEGER)" in line
+    assert opened(tmp_path).batches == range(1)
 
 
 def test_a_disk_that_is_full_at_the_start_is_an_error_in_one_line(small):

@@ -15,7 +15,7 @@ from test_rollout_scheduling_executor import lognormal, uniform
 
 from areax.rollout import loop
 from areax.rollout.errors import ServerError
-from areax.rollout.journal import store
+from areax.rollout.journal import codec, store
 from areax.rollout.scheduling import episodes
 from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, Prompts
 from areax.rollout.scheduling.executor import Executor
@@ -50,7 +50,11 @@ class Run:
       states: {version: cursor}; trained: {version: its batch}; said: what was generated and kept, in order.
     """
 
-    def __init__(self, folder, *, eta, salt=0, oversample=0, adaptive=False, accept=0.0, none=0.0, fail=0.0, most=9):
+    def __init__(
+        self, folder, *, eta, salt=0, oversample=0, adaptive=False, accept=0.0, none=0.0, fail=0.0, most=9, soon=False
+    ):  # fmt: skip
+        """`soon`: episodes are recorded soon after they end, as in a run, else at once."""
+        self.soon = soon
         self.folder, self.eta, self.salt, self.oversample, self.most = folder, eta, salt, oversample, most
         self.adaptive, self.accept, self.none, self.fail = adaptive, accept, none, fail
         self.states, self.trained, self.said, self.handed = {}, {}, [], {}
@@ -130,8 +134,9 @@ class Run:
             def told(prompt, admitted, row, episode, samples, seconds, **more):
                 dead() or self.said.append(("generated", prompt, episode))
                 keep(prompt, admitted, row, episode, samples, seconds, **more)
-                journal.flush()
-                dead() or self.said.append(("kept", prompt, episode))
+                if not self.soon:
+                    journal.flush()
+                    dead() or self.said.append(("kept", prompt, episode))
 
             journal.keep = told
             prompts = Adaptive(ROWS, Curriculum(order="success")) if self.adaptive else Prompts(ROWS)
@@ -202,7 +207,7 @@ def killed(run, deaths, older=()):
 
 schedules = dict(
     salt=st.integers(0, 10**6), deaths=st.lists(st.integers(1, 30), max_size=12), older=st.sets(st.integers(0, 11)),
-    accept=st.sampled_from([0.0, 0.5]), none=st.sampled_from([0.0, 0.3]), adaptive=st.booleans(),
+    accept=st.sampled_from([0.0, 0.5]), none=st.sampled_from([0.0, 0.3]), adaptive=st.booleans(), soon=st.booleans(),
 )  # fmt: skip
 
 
@@ -217,7 +222,7 @@ def test_at_eta_0_a_killed_run_is_the_run_that_was_not(tmp_path_factory, deaths,
     assert other.trained == whole.trained and other.states[STEPS] == whole.states[STEPS]
 
 
-NONE = dict(older=set(), accept=0.0, none=0.0, fail=0.0, adaptive=False)
+NONE = dict(older=set(), accept=0.0, none=0.0, fail=0.0, adaptive=False, soon=False)
 
 
 @pytest.mark.slow
@@ -238,3 +243,32 @@ def test_at_any_eta_a_killed_run_consumes_each_prompt_once_and_in_time(
     counts = last["counts"]
     ended = len(seen) + counts["rejected"] + counts["refused"] + counts["failed"]
     assert last["next"] == ended + len({*last["open"], *last["stopped"]})  # none is skipped
+
+
+def test_prompts_whose_record_is_lost_are_drawn_in_their_order(tmp_path):
+    """A group that began last is the only one on the record; another's end is of a row that is not drawn now."""
+
+    async def main():
+        order = lambda: Adaptive(ROWS[:5], Curriculum(order="success"))
+        whole = order()
+        rows = [whole[prompt] for prompt in range(4)]
+        async with store.opened(tmp_path, 0, IDENTITY) as journal:
+            journal.begin(2, 0, codec.mark(rows[2]))
+            journal.decline(3, 0, codec.mark({"id": "another"}), "refused", 0.25)
+
+        async def workflow(generate, row):
+            return sampled([1, 2], await generate([1, 2]), temperature=1.0, reward=1.0, info=row)
+
+        async def generate(tokens, **sampling):
+            return Completion([1], [-1.0], [0], "stop")
+
+        async with store.opened(tmp_path, 0, IDENTITY) as journal:
+            assert {*journal.past.begun} == {2, 3}
+            options = dict(group_size=1, groups_per_batch=4, eta=0, max_concurrent=4, journal=journal)
+            async with Executor(workflow, generate, order(), **options) as ex:
+                ex.admit(0)
+                groups = await ex.batch(0)
+                assert [group[0].prompt for group in groups] == [0, 1, 2, 3] and ex.counts["refused"] == 0
+                assert [group[0].info["id"] for group in groups] == [row["id"] for row in rows]
+
+    asyncio.run(main())

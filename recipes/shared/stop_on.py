@@ -9,12 +9,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areax.adapters.tracking import metric_catalog
+from areax.adapters.tracking import metric_catalog, progress
 from areax.core import losses
+from areax.recipes.shared import evaluation
+from areax.rollout import loop
 
 ALARM = "alarm"  # in place of a comparison
+LATE = 5  # steps after which a metric that none of them had is named
 RELATIONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-FORM = re.compile(r"\s*([^\s<>=@]+)\s*([<>]=?)\s*([^\s@<>=]+)\s*(?:@\s*([0-9]+)\s*)?")
+FORM = re.compile(r"\s*([^\s<>=]+)\s*([<>]=?)\s*([^\s@<>=]+)\s*(?:@\s*([0-9]+)\s*)?")
 
 BALANCE = {"expert_load", "expert_idle", "balance_load", "balance_z"}
 UPDATE = {"loss", "grad_norm", "update_ratio", "skipped", "filled", "trie_ratio", *BALANCE}
@@ -33,6 +36,8 @@ NOT_IN_RL = set().union(*OWN.values()) - {"entropy", "divergence", "unusable_fra
     "server_version", *(x for x in metric_catalog.METRICS if x.startswith(("own_", "other_", "fleet_"))),
     *(x for x in metric_catalog.METRICS if x.endswith("_cosine")),
 }  # fmt: skip
+TIMES = {f"time_{part.removesuffix('_s')}" for part in (*loop.PARTS, "step_s")}
+NAMES = re.compile(r"(?:^|,)([A-Za-z0-9_.-]+)=")  # of sources of rows, or environments
 CRITIC = {name for name in metric_catalog.METRICS if name.startswith(("critic_", "value"))}
 NEEDS: tuple[tuple[Collection[str], str, Callable[[Any], Any]], ...] = (  # metrics of RL with some options alone
     (("kl", "kl_k1", "kl_k3"), "--objective.kl.coef above 0", lambda c: c.training.objective.kl.coef),
@@ -100,10 +105,17 @@ class StopOn:
     steps: int = 0
     summary: dict[str, Any] = field(default_factory=dict)
     _row: collections.Counter = field(default_factory=collections.Counter)
+    _seen: set[str] = field(default_factory=set)  # metrics that came, or were said not to
 
     def see(self, step: int, values: Mapping[str, float], alarms: Sequence = ()) -> None:
         """Takes the numbers of a line of metrics, and its alarms."""
-        for rule in map(Rule.parsed, self.rules) if self.start < step < self.steps and not self.summary else ():
+        rules = [*map(Rule.parsed, self.rules)]
+        self._seen.update(values)
+        for rule in rules if step == self.start + LATE else ():
+            if _is_component(rule.metric) and rule.metric not in self._seen:
+                progress.say(f"--stop-on {rule.text}: no step so far has {rule.metric}, a component that rewards name")
+                self._seen.add(rule.metric)
+        for rule in rules if self.start < step < self.steps and not self.summary else ():
             if rule.metric == ALARM and alarms:
                 return self._end(rule, f"{alarms[0].condition.what} at step {step}", trouble=True)
             if rule.metric not in values:
@@ -118,13 +130,21 @@ class StopOn:
         self.ask()
 
 
+def _is_component(name: str) -> bool:
+    """Whether a metric may be a component of rewards, whose names the reward alone knows."""
+    return name.startswith("reward_") and name not in metric_catalog.METRICS
+
+
 def rl_conflicts(config: Any) -> Iterator[str]:
     """Why `--stop-on` of a `grpo.Config` names metrics that its run does not log, one sentence each."""
     lacks = {name: needs for names, needs, has in NEEDS if not has(config) for name in names}
-    known = {*metric_catalog.METRICS} - NOT_IN_RL - {*lacks}
     held = config.evaluation.heldout
-    family = lambda name: name.startswith(("reward_", "time_")) or "/" in name or (held and name.startswith("pass@"))
-    yield from _unknown(config.stop_on, known, family, lacks)
+    sources, sets = NAMES.findall(f"{config.data},{config.env}"), [*evaluation.named(held)] if held else []
+    own = {f"{name}/{what}" for name in sources for what in metric_catalog.OF_SOURCE}
+    of_set = evaluation.summary((), config.evaluation.heldout_samples)
+    own |= {f"{name}/{what}" if name else what for name in sets for what in of_set if name or what.startswith("pass@")}
+    known = {*metric_catalog.METRICS} - NOT_IN_RL - {*lacks} | TIMES | own
+    yield from _unknown(config.stop_on, known, _is_component, lacks)
 
 
 def offline_conflicts(config: Any) -> Iterator[str]:

@@ -125,16 +125,18 @@ async def prove(server: Server, weights: Published, after: str = "") -> bool:
         cache=found.cache, limits=limits, worst=found.worst._asdict(),
     )  # fmt: skip
     then = f" after a {after}" if after else ""
+    coarse = coarsest(known.dtype, _dtype(server))
     if drifts:
-        one = found.worst
+        one, of = found.worst, "weights rounded" if coarse == ROUNDED else coarse
         raise Drift(
             f"{server.url}: canary{then}: version {weights.label} must be within {limits[0]:.2g} nats per token of the "
-            f"trainer and {limits[1]:.2g} over the prefix cache, got {found.trainer:.3g} and {found.cache:.3g}; worst: "
+            f"trainer ({of}) and {limits[1]:.2g} over the prefix cache ({coarsest(_dtype(server))}), got "
+            f"{found.trainer:.3g} and {found.cache:.3g}; worst: "
             f"token {one.token} at {one.position} of prompt {one.prompt}, {one.theirs:.4g} instead of {one.wanted:.4g}"
         )
     if server.first is None:
         server.first = found[:3]
-        if (coarse := coarsest(known.dtype, _dtype(server))) != known.dtype:
+        if coarse != known.dtype:
             log.warning(
                 "%s: computes in %s, the trainer in %s: %.2g nats per token apart", server.url, coarse, known.dtype,
                 found.trainer,

@@ -618,7 +618,8 @@ class Fleet:
     def set_state(self, server: Server, state: State, why: str) -> None:
         """Changes the state; requests on a server that is neither healthy, offloaded nor suspect move to others."""
         if state in SOUND:
-            log.info("%s is %s", server.url, state)
+            level = logging.INFO if server.state in SOUND else logging.WARNING  # who read that it was not reads this
+            log.log(level, "%s is %s", server.url, state)
         else:
             if state != server.state:
                 self.counts[state] += 1

@@ -301,7 +301,7 @@ class Journal:
                             write()
                         except ValueError as error:  # it has not begun to write
                             taken[done] = error
-            except sqlite3.DatabaseError as error:  # the disk is full, or damaged
+            except (sqlite3.DatabaseError, OverflowError) as error:  # the disk is full or damaged, 2 GiB in a record
                 if not self._failed:
                     log.warning("%s: not all was written (%s); after a kill, more is generated again", self.path, error)
                 self._failed = True
@@ -368,7 +368,8 @@ def _past(db: sqlite3.Connection, path: Path, start: int, now: dict[str, str]) -
     foreign = bool(others) or start < since
     [[newest]] = db.execute("SELECT max(version) FROM batches").fetchall()
     end, cursor = start, None
-    why = f"it is of another {' and '.join(others)}" if others else f"other options were given at version {since}"
+    what = ["another run" if name == "run" else f"other {name}" for name in others]
+    why = f"it is of {' and '.join(what)}" if others else f"other options were given at version {since}"
     while not foreign and newest is not None and end <= newest:
         try:
             cursor, end = _batch(db, path, end).cursor, end + 1

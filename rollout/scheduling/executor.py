@@ -283,6 +283,9 @@ class Executor:
         self._forgotten += begun.keys() - use.keys()
         after = range(self._next, max([self._next - 1, *use]) + 1)
         self._next = after.stop
+        if self._adaptive:  # in the order in which they began, though records of some may be lost
+            for prompt in sorted({*self._open, *after, *use}):
+                self._adaptive.draw(prompt)
         self._open = deque(prompt for prompt in (*self._open, *after) if prompt not in use)
         made = lambda samples: all(sample.version.max() <= v for sample in samples)
         of = lambda one: {place: call.until(v) for place, call in one.calls.items()}
@@ -396,7 +399,7 @@ class Executor:
             self._next += prompt == self._next
         if self._adaptive:  # now, since batches that close before the task runs are observed
             self._adaptive.draw(prompt)
-        if begun.declined:
+        if begun.declined and (not self._adaptive or codec.mark(self._adaptive[prompt]) == begun.row):
             self._decline(prompt, *begun.declined)
             return True
         task = asyncio.create_task(self._group(prompt, begun))
