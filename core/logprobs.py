@@ -16,12 +16,19 @@ from . import hardware
 from .shapes import shaped
 
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
+SMALLEST = 128  # tokens of a chunk
+PARTS = 8  # chunks at least, if not all tokens are needed
 
 
-def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
-    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least 128 tokens."""
+def chunk_size(vocabulary: int, platform: str = "cpu", tokens: int | None = None) -> int:
+    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least SMALLEST.
+
+    Args:
+      tokens: of which some may not be needed, in at least PARTS chunks; None = all are.
+    """
     logits = 2**22 if platform == "cpu" else 2**28
-    return max(128, 1 << max(0, (logits // vocabulary).bit_length() - 1))
+    size = max(SMALLEST, 1 << max(0, (logits // vocabulary).bit_length() - 1))
+    return size if tokens is None else min(size, max(SMALLEST, -(-tokens // PARTS)))
 
 
 @shaped
@@ -232,7 +239,7 @@ def _same(product_CV):
 @shaped
 def from_hidden(
     hidden_AD, head_VD, target_A, *, temperature=1.0, needed_A=None, chunk=None, per_chunk=None, beside=None, others=(),
-    logits=(), axis=None, turned=None,
+    logits=(), axis=None, turned=None, together=(),
 ):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
@@ -241,8 +248,8 @@ def from_hidden(
 
     Args:
       temperature: positive scalar, or one per token, [A].
-      needed_A: bool, the tokens whose results are read: those of others are 0, and chunks of them cost nothing, except
-        over an axis; None = all.
+      needed_A: bool, the tokens whose results are read: those of others are 0, and chunks of them cost nothing; None =
+        all.
       chunk: tokens per chunk; None = `chunk_size(V)` of the platform.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]` on whole rows of logits;
         `given` is the chunk's slice of `beside`.
@@ -252,6 +259,7 @@ def from_hidden(
       logits: for the model and each of the others a function of single products of hidden state and head, applied
         before the temperature: a scale or a soft cap; none = the products are the logits.
       axis: mesh axis over which the heads' rows are sharded, as in `from_logits`; `per_chunk` still gets whole rows.
+      together: with `axis`, all axes of the mesh: its devices compute equally many chunks, which hold collectives.
       turned: (the head, what gets its gradient in its own dtype and is not read) in place of `head_VD`, both [D, V].
 
     No gradient flows into temperatures, `beside` and other models.
@@ -263,7 +271,7 @@ def from_hidden(
     read, into = (head_VD, head_VD) if turned is None else turned
     A, V = hidden_AD.shape[0], read.shape[0 if turned is None else 1]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
-    C = min(chunk or chunk_size(V, hardware.platform()), A)
+    C = min(chunk or chunk_size(V, hardware.platform(), None if needed_A is None else A), A)
     pad = -A % C
     again = chunk or per_chunk or A * V > KEPT
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
@@ -273,13 +281,15 @@ def from_hidden(
     made = tuple(logits) or (_same,) * len(narrow)
     how = _Chunks(turned is not None, not again, axis, per_chunk, made)
     xs = [hidden_AD, (target_A, fixed(temperature_A), fixed(beside), others_AE)]
-    skips = needed_A is not None and axis is None and C < A
+    skips = needed_A is not None and C < A
     if skips:  # tokens that are needed first, so that they share chunks
         order_A = jnp.argsort(~needed_A)
         xs = jax.tree.map(lambda x: jnp.take(x, order_A, axis=0), xs)
     edge = lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), "edge").reshape(-1, C, *x.shape[1:])
     h_NCD, given = jax.tree.map(edge, xs)
     needed_N = edge(needed_A[order_A]).any(1) if skips else None
+    if skips and axis is not None:
+        needed_N = jnp.arange(len(h_NCD)) < jax.lax.pmax(needed_N.sum(), together)
     out = _by_chunks(how, into, h_NCD, narrow, needed_N, given)
     out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)
     if skips:

@@ -82,7 +82,7 @@ def score(
             needed_A=None if needed_BT is None else flat(needed_BT), chunk=chunk, per_chunk=per_chunk,
             beside=jax.tree.map(flat, beside),
             others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
-            turned=turned,
+            turned=turned, together=jax.sharding.get_abstract_mesh().axis_names,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 

@@ -58,3 +58,36 @@ def test_an_embedding_is_not_gathered_and_a_head_in_the_dtype_of_the_computation
     gathers = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
     results = sorted(line.rpartition("-> ")[2] for line in gathers)
     assert results == sorted([f"tensor<{B}x{T}xi32>", f"tensor<{D}x{V}xbf16>"])
+
+
+@pytest.mark.slow
+def test_chunks_that_nobody_needs_are_left_out_over_tp_too():
+    """Every device computes as many as the one that needs the most, since its chunks hold collectives."""
+    tables, token_BT = given()
+    needed_BT = np.zeros((B, T), bool)
+    needed_BT[0], needed_BT[5, 0] = True, True  # of 4 rows on a device, 6 tokens of one and 1 of the other
+    on, seen = mesh.make(mesh.Layout(dp=2, tp=2)), []
+
+    def count(logits_CV, target_C, _):
+        jax.debug.callback(lambda t: seen.append(len(t)), target_C)
+        return logits_CV.max(-1)
+
+    def loss(tables, token_BT, needed_BT):
+        x_BTD, ones_BT = vocab.take(tables["embed"], token_BT, "float32"), jnp.ones(token_BT.shape, jnp.float32)
+        logp_BT, entropy_BT, _, most_BT = vocab.score(
+            x_BTD, tables["head"], token_BT[:, ::-1], temperature_BT=ones_BT, needed_BT=needed_BT, chunk=3,
+            per_chunk=count,
+        )  # fmt: skip
+        return jnp.sum(jnp.where(needed_BT, 2 * logp_BT - entropy_BT + most_BT, 0))
+
+    step = jax.jit(jax.value_and_grad(loss))
+    wanted, gradient = step(tables, token_BT, needed_BT)
+    seen.clear()
+    with jax.set_mesh(on):
+        where, rows = (NamedSharding(on, rules.spec(axes)) for axes in (vocab.STORED, ("batch", "seq")))
+        got, parts = step(jax.device_put(tables, where), *jax.device_put((token_BT, needed_BT), rows))
+    jax.effects_barrier()
+    assert len(seen) in (2 * 4, 2 * 2 * 4)  # forward, and backward again: 2 of 8 chunks on each of four devices
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    for name, x in gradient.items():
+        np.testing.assert_allclose(parts[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
