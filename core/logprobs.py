@@ -18,6 +18,7 @@ from .shapes import shaped
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
 SMALLEST = 128  # tokens of a chunk
 PARTS = 8  # chunks at least, if not all tokens are needed
+LEFT_OUT = -1e30  # logit of a token that the sampler did not keep: its probability is 0, and 0 x log 0 no NaN
 
 
 def chunk_size(vocabulary: int, platform: str = "cpu", tokens: int | None = None) -> int:
@@ -142,14 +143,15 @@ class _Chunks(NamedTuple):
     def one(self, head, h_CD, narrow, given, known=(None, None)):
         """(results of a chunk, products of its hidden states and the head); `known`: these products, and two of the
         results, from a pass before."""
-        target_C, temperature_C, beside, others_CE = given
+        target_C, temperature_C, kept_CK, beside, others_CE = given
         product_CV = _project(h_CD, head, narrow[0], known[0], self.turned)
-        logits_CV = self.made[0](product_CV) / temperature_C[:, None]
+        kept = partial(_kept, kept_CK=kept_CK, axis=self.axis)
+        logits_CV = kept(self.made[0](product_CV) / temperature_C[:, None])
         extra = None
         if self.per_chunk:
             whole = lambda h_CE, narrow_VE: _project(h_CE, narrow_VE, narrow_VE, None, False)
             others = map(whole, others_CE, narrow[1:])
-            rows = [logits_CV, *(make(x_CV) for make, x_CV in zip(self.made[1:], others, strict=True))]
+            rows = [logits_CV, *(kept(make(x_CV)) for make, x_CV in zip(self.made[1:], others, strict=True))]
             if self.axis is not None:
                 rows = [jax.lax.all_gather(x_CV, self.axis, axis=1, tiled=True) for x_CV in rows]
             extra = self.per_chunk(rows[0], target_C, beside, *rows[1:])
@@ -236,10 +238,21 @@ def _same(product_CV):
     return product_CV
 
 
+def _kept(logits_CV, kept_CK, axis):
+    """Logits with LEFT_OUT for tokens that are not kept, as in `from_hidden`."""
+    if kept_CK is None:
+        return logits_CV
+    C, V = logits_CV.shape
+    column_CK = kept_CK if axis is None else kept_CK - V * jax.lax.axis_index(axis)
+    column_CK = jnp.where((kept_CK >= 0) & (column_CK >= 0), column_CK, V)
+    kept_CV = jnp.zeros((C, V), bool).at[jnp.arange(C)[:, None], column_CK].set(True, mode="drop")
+    return jnp.where(kept_CV | (kept_CK < 0).all(1, keepdims=True), logits_CV, LEFT_OUT)
+
+
 @shaped
 def from_hidden(
-    hidden_AD, head_VD, target_A, *, temperature=1.0, needed_A=None, chunk=None, per_chunk=None, beside=None, others=(),
-    logits=(), axis=None, turned=None, together=(),
+    hidden_AD, head_VD, target_A, *, temperature=1.0, kept_AK=None, needed_A=None, chunk=None, per_chunk=None,
+    beside=None, others=(), logits=(), axis=None, turned=None, together=(),
 ):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
@@ -248,6 +261,8 @@ def from_hidden(
 
     Args:
       temperature: positive scalar, or one per token, [A].
+      kept_AK: i32, ids of the tokens that the sampler kept, -1 = none: the softmax, and rows of logits in `per_chunk`,
+        are over these alone; a row of -1 keeps all. The target must be one of them.
       needed_A: bool, the tokens whose results are read: those of others are 0, and chunks of them cost nothing; None =
         all.
       chunk: tokens per chunk; None = `chunk_size(V)` of the platform.
@@ -280,7 +295,7 @@ def from_hidden(
     narrow = tuple(fixed(head).astype(h.dtype) for h, head in ((hidden_AD, read), *others))
     made = tuple(logits) or (_same,) * len(narrow)
     how = _Chunks(turned is not None, not again, axis, per_chunk, made)
-    xs = [hidden_AD, (target_A, fixed(temperature_A), fixed(beside), others_AE)]
+    xs = [hidden_AD, (target_A, fixed(temperature_A), kept_AK, fixed(beside), others_AE)]
     skips = needed_A is not None and C < A
     if skips:  # tokens that are needed first, so that they share chunks
         order_A = jnp.argsort(~needed_A)

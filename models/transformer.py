@@ -293,7 +293,8 @@ def score(
 
     Works in chunks of tokens: no [T, V] array is held, forward or backward. If the batch has
     `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`); if it has the
-    arrays of `vision.arrange`, tokens stand for features of images.
+    arrays of `vision.arrange`, tokens stand for features of images. If it has `target["sampling_mask"]` [B, T, K], the
+    softmax is over the tokens that the sampler kept (`logprobs.from_hidden`).
 
     If it has a `trie`, tokens that samples share are computed once, and the result is over samples, as the batch is. Of
     the temperature and of `beside`, a shared token gets what the first of its samples has there.
@@ -322,9 +323,11 @@ def score(
     hidden_BTD, aux, layout = _hidden(params, batch, config, run)
     frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
+    kept_BTK = batch.target.get("sampling_mask")
     made = vocab.score(
         layout.predicting(hidden_BTD), head(params), layout.targets(batch.target_BT),
         temperature_BT=layout.targets(temperature_BT, 1),
+        kept_BTK=None if kept_BTK is None else layout.targets(kept_BTK, -1),
         needed_BT=layout.learnt(batch.scored_BT) if learnt_only else None, chunk=run.head_chunk, per_chunk=per_chunk,
         beside=jax.tree.map(layout.targets, beside), others=tuple(frozen),
         logits=tuple(partial(logits, config=each) for each in (config, *(other for _, other in others))),

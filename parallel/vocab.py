@@ -61,12 +61,13 @@ _gathered.defvjp(lambda part_VD, dtype: (_gathered(part_VD, dtype), None), _scat
 
 @shaped
 def score(
-    hidden_BTD, head_VD, target_BT, *, temperature_BT, needed_BT=None, chunk=None, per_chunk=None, beside=None,
-    others=(), logits=(),
+    hidden_BTD, head_VD, target_BT, *, temperature_BT, kept_BTK=None, needed_BT=None, chunk=None, per_chunk=None,
+    beside=None, others=(), logits=(),
 ):  # fmt: skip
     """`core.logprobs.from_hidden` for rows of tokens: (logp, entropy, logsumexp), each f32[B, T], and extras.
 
     Args:
+      kept_BTK: ids of the tokens that the sampler kept, as in `from_hidden`; None = all.
       needed_BT: bool, the tokens whose results are read, as in `from_hidden`; None = all.
       per_chunk: gets full rows of logits, one chunk at a time.
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
@@ -74,11 +75,14 @@ def score(
       logits: as in `from_hidden`.
     """
 
-    def local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others, axis=None, turned=None):
+    def local(
+        hidden_BTD, head_VD, target_BT, temperature_BT, kept_BTK, needed_BT, beside, others, axis=None, turned=None
+    ):  # fmt: skip
         B, T, _ = hidden_BTD.shape
         flat = lambda x: x.reshape(B * T, *x.shape[2:])
         out = logprobs.from_hidden(
             flat(hidden_BTD), head_VD, flat(target_BT), temperature=flat(temperature_BT),
+            kept_AK=None if kept_BTK is None else flat(kept_BTK),
             needed_A=None if needed_BT is None else flat(needed_BT), chunk=chunk, per_chunk=per_chunk,
             beside=jax.tree.map(flat, beside),
             others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
@@ -87,7 +91,7 @@ def score(
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
     if meshes.one_device():
-        return local(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)
+        return local(hidden_BTD, head_VD, target_BT, temperature_BT, kept_BTK, needed_BT, beside, others)
 
     def split(hidden_BTD, head_VD, *given):
         one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
@@ -96,5 +100,6 @@ def score(
         return one(hidden_BTD, None, *given, turned=_gathered(head_VD, hidden_BTD.dtype))
 
     each = rows()
-    specs = each, spec(STORED), each, each, each, each, ((each, TABLE),) * len(others)
-    return island(split, specs, each)(hidden_BTD, head_VD, target_BT, temperature_BT, needed_BT, beside, others)
+    specs = each, spec(STORED), each, each, each, each, each, ((each, TABLE),) * len(others)
+    given = target_BT, temperature_BT, kept_BTK, needed_BT, beside, others
+    return island(split, specs, each)(hidden_BTD, head_VD, *given)

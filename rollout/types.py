@@ -52,6 +52,8 @@ class Completion:
       routed: if requested, the experts of every token of prompt and completion except the last,
         i32[n - 1, layers, experts per token].
       info: other fields of the server's report (cached tokens, retractions, seconds).
+      sampling_mask: if requested, the ids of the tokens that each token was drawn from, ascending, then -1,
+        i32[n, top_k]; `logp` is then that among them.
     """
 
     tokens: list[int]
@@ -61,25 +63,29 @@ class Completion:
     text: str = ""
     routed: np.ndarray | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    sampling_mask: np.ndarray | None = None
 
 
 class Generated(NamedTuple):
-    """The tokens of a completion so far, with log-probabilities and versions as there; no `finish` while it goes on."""
+    """The tokens of a completion so far, with log-probabilities and versions as there; no `finish` while it goes on;
+    and the tokens that each was drawn from, if requested."""
 
     tokens: list[int]
     logp: list[float]
     version: list[int]
     finish: Finish | None = None
+    masks: list[np.ndarray] = []
 
     def between(self, start: int, end: int | None = None) -> Generated:
         """Tokens [start, end); None = all from `start` on."""
         finish = self.finish if end is None else None
-        return Generated(self.tokens[start:end], self.logp[start:end], self.version[start:end], finish)
+        of = slice(start, end)
+        return Generated(self.tokens[of], self.logp[of], self.version[of], finish, self.masks[of])
 
     def then(self, more: Generated) -> Generated:
         """These tokens and `more` behind them."""
         joined = self.tokens + more.tokens, self.logp + more.logp, self.version + more.version
-        return Generated(*joined, more.finish)
+        return Generated(*joined, more.finish, self.masks + more.masks)
 
 
 class Record(Protocol):
@@ -221,7 +227,7 @@ def sampled(
     """An RL sample: one completion of a prompt, with its reward at the last token.
 
     If the completion reports routed experts, they become the array `routed_experts`, -1 at the last token, which the
-    sampler never read.
+    sampler never read; its sampling mask becomes `sampling_mask`, -1 at the prompt's tokens.
     """
     n, m = len(prompt_tokens) + len(completion.tokens), len(prompt_tokens)
 
@@ -233,6 +239,9 @@ def sampled(
     if completion.routed is not None:
         routed = np.pad(completion.routed, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
         fields["arrays"] = {**fields.get("arrays", {}), "routed_experts": ("input", routed)}
+    if completion.sampling_mask is not None:
+        kept = np.pad(completion.sampling_mask, ((m, 0), (0, 0)), constant_values=-1)
+        fields["arrays"] = {**fields.get("arrays", {}), "sampling_mask": ("target", kept)}
     return Sample(
         tokens=np.asarray([*prompt_tokens, *completion.tokens], np.int32),
         mask=np.arange(n) >= m,
@@ -250,8 +259,8 @@ def sampled(
 class Sampling:
     """Sampling parameters: the keyword arguments of `generate`.
 
-    Training needs the full distribution at a temperature above 0: top_p, top_k, min_p and min_new_tokens (which masks
-    stop tokens) are for evaluation.
+    Training needs a temperature above 0, and the full distribution unless it replays the `sampling_mask`: else top_p,
+    top_k and min_p are for evaluation, and so is min_new_tokens, which masks stop tokens.
 
     Attributes:
       temperature: sampling temperature; 0 = greedy.
@@ -263,6 +272,8 @@ class Sampling:
       stop: strings that end a completion, in addition to the model's own stop tokens.
       stop_token_ids: token ids that end a completion, in addition to the model's own.
       routed_experts: for MoE models: record the experts each token is routed to and replay them in training.
+      sampling_mask: record which tokens top_k, top_p and min_p keep, and train on the distribution over these alone;
+        needs a top_k, the most tokens that are recorded.
     """
 
     temperature: float = 1.0
@@ -274,6 +285,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     routed_experts: bool = False
+    sampling_mask: bool = False
 
     def __post_init__(self):
         for name, holds, rule in (
@@ -282,6 +294,11 @@ class Sampling:
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "at least 1, or -1 for off"),
+            (
+                "top_k",
+                self.top_k >= 1 or not self.sampling_mask,
+                "at least 1 with sampling_mask, the most tokens that it records, such as 256",
+            ),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "token ids"),
         ):

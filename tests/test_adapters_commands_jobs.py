@@ -101,6 +101,12 @@ CASES = {  # name: (family, Config of a directory and that of another model)
         "qwen3_moe",
         lambda own, other: rl(own, objective=PPO, sampling=Sampling(max_new_tokens=32, routed_experts=True)),
     ),
+    "sampling masks": (
+        "qwen3",
+        lambda own, other: rl(
+            own, objective=PPO, sampling=Sampling(max_new_tokens=32, top_p=0.9, top_k=5, sampling_mask=True)
+        ),
+    ),
     "components": (
         "qwen3",
         lambda own, other: rl(own, one=False, objective=losses.GRPO(advantage={"components": ("a", "b")}), epochs=3),

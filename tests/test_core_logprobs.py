@@ -55,6 +55,42 @@ def test_gradients_equal_those_of_full_logits():
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_the_tokens_that_the_sampler_kept_are_all_there_are(chunk):
+    """Against float64 over the kept columns alone, and gradients against full logits; some rows keep all."""
+    hidden, head, target = data()
+    rng, A, V = np.random.default_rng(3), len(target), len(head)
+    kept = np.full((A, 9), -1, np.int32)
+    columns = [np.arange(V)] * A
+    for i in range(0, A, 2):
+        columns[i] = np.union1d(rng.integers(0, V, rng.integers(0, 9)), target[i])
+        kept[i, : len(columns[i])] = columns[i]
+    weight = rng.normal(size=(3, A)).astype(np.float32)
+
+    def loss(hidden, head):
+        out = logprobs.from_hidden(hidden, head, target, temperature=0.7, kept_AK=kept, chunk=chunk)
+        return sum(jnp.sum(w * x) for w, x in zip(weight, out[:3], strict=True)), out
+
+    def full(hidden, head):
+        outside = np.ones((A, V), bool)
+        for i, here in enumerate(columns):
+            outside[i, here] = False
+        logits = jnp.where(outside, -jnp.inf, hidden @ head.T / 0.7)
+        logp = jnp.where(outside, 0, jax.nn.log_softmax(logits))
+        entropy = -jnp.sum(jnp.where(outside, 0, jnp.exp(logp) * logp), -1)
+        sums = logp[np.arange(A), target], entropy, jax.nn.logsumexp(logits, -1)
+        return sum(jnp.sum(w * x) for w, x in zip(weight, sums, strict=True))
+
+    gradient, got = jax.grad(loss, (0, 1), has_aux=True)(hidden, head)
+    for i, here in enumerate(columns):
+        one = slice(i, i + 1)
+        wanted = reference(hidden[one], head[here], np.searchsorted(here, target[one]), 0.7)
+        for a, b in zip(got[:3], wanted, strict=True):
+            np.testing.assert_allclose(a[i], b[0], atol=2e-5, rtol=1e-5)
+    for a, b in zip(gradient, jax.grad(full, (0, 1))(hidden, head), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 def test_chunks_of_tokens_that_nobody_needs_cost_nothing():
     """Needed tokens share chunks, wherever they are; others get zeros and no gradient."""
     hidden, head, target = data(A=64)

@@ -12,14 +12,16 @@ B, T, V, D = 8, 6, 32, 16
 LAYOUTS = mesh.Layout(fsdp=2, ep=2, tp=2), mesh.Layout(dp=2, cp=2, fsdp=2), mesh.Layout(fsdp=8)
 
 
-def loss(tables, token_BT, dtype, needed_only=False):
+def loss(tables, token_BT, dtype, needed_only=False, masked=False):
     """A sum that reads the embedding of every token, and every entry of the head, but no prediction at the first
     position of a row."""
     x_BTD = vocab.take(tables["embed"], token_BT, dtype)
     ones_BT = jnp.ones(token_BT.shape, jnp.float32)
     needed_BT = jnp.broadcast_to(jnp.arange(T)[None] > 0, token_BT.shape) if needed_only else None
+    target_BT = token_BT[:, ::-1]
+    kept_BTK = jnp.stack([target_BT, (target_BT + 3) % V, (target_BT * 5 + 1) % V], -1) if masked else None
     logp_BT, entropy_BT, _, _ = vocab.score(
-        x_BTD, tables["head"], token_BT[:, ::-1], temperature_BT=ones_BT, needed_BT=needed_BT, chunk=2
+        x_BTD, tables["head"], target_BT, temperature_BT=ones_BT, kept_BTK=kept_BTK, needed_BT=needed_BT, chunk=2
     )
     return jnp.sum(logp_BT * jnp.arange(T, dtype=jnp.float32)[None]) + jnp.sum(entropy_BT[:, 1:])
 
@@ -32,17 +34,19 @@ def given():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("dtype, near", [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_numbers_and_gradients_are_those_of_one_device(layout, dtype, near):
+@pytest.mark.parametrize("dtype, near, masked", [
+    ("float32", 1e-5, False), ("bfloat16", 2e-2, False), ("float32", 1e-5, True),
+])  # fmt: skip
+def test_numbers_and_gradients_are_those_of_one_device(layout, dtype, near, masked):
     """Gradients are summed in fp32 in either dtype; matmuls in bf16 round."""
     tables, token_BT = given()
-    step = jax.jit(jax.value_and_grad(loss), static_argnums=(2, 3))
-    wanted, gradient = step(tables, token_BT, dtype)
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=(2, 3, 4))
+    wanted, gradient = step(tables, token_BT, dtype, False, masked)
     on = mesh.make(layout)
     with jax.set_mesh(on):
         where = NamedSharding(on, rules.spec(vocab.STORED))
         rows = NamedSharding(on, rules.spec(("batch", "seq")))
-        got, parts = step(jax.device_put(tables, where), jax.device_put(token_BT, rows), dtype, True)
+        got, parts = step(jax.device_put(tables, where), jax.device_put(token_BT, rows), dtype, True, masked)
     np.testing.assert_allclose(got, wanted, rtol=near)
     for name, x in gradient.items():
         assert parts[name].dtype == jnp.float32

@@ -308,6 +308,11 @@ OPTIONS = {
         ("--sampling.temperature -1", "--sampling.temperature must be at least 0 and finite, got -1.0"),
         ("--sampling.top-p 2", "--sampling.top-p must be above 0 and at most 1, got 2.0"),
         ("--sampling.top-k 5", "--sampling.top-k must be -1: training needs samples from the full distribution, got 5"),
+        ("--sampling.sampling-mask", "--sampling.top-k must be at least 1 with --sampling.sampling-mask"),
+        (
+            "--sampling.sampling-mask --sampling.top-k 5 --distill-coef 1 --teacher {place}/model",
+            "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers and --distill-coef compare",
+        ),
         ("--sampling.stop-token-ids -1", "--sampling.stop-token-ids must be token ids, got (-1,)"),
         ("--reward-workers 0", "--reward-workers must be at least 1, got 0"),
         ("--reward-timeout-s 0", "--reward-timeout-s must be above 0 and finite, got 0.0"),

@@ -502,6 +502,24 @@ def test_training_replays_the_experts_of_sampling(place, monkeypatch):
         grpo.main(config(place, "none", steps=1, sampling=sampling))
 
 
+@pytest.mark.long
+def test_training_replays_the_masks_of_sampling(place, monkeypatch):
+    """Sampled at top-p 0.7, the trainer's scores at its own weights are those of the server, and the ratio is 1; a
+    reference, which starts as the policy, has a KL of 0."""
+    packed, pack = [], packing.pack_tries
+    monkeypatch.setattr(packing, "pack_tries", lambda *args, **more: packed.append(pack(*args, **more)) or packed[-1])
+    sampling = Sampling(max_new_tokens=4, top_p=0.7, top_k=8, sampling_mask=True)
+    objective = GRPO(advantage={"std": "none"}, kl={"coef": 0.1})
+    done = grpo.main(config(place, "masks", steps=2, eta=1, sampling=sampling, objective=objective))
+    assert done["complete"] and done["max_logp_diff"] <= 1e-4 and len(packed) == 2
+    [first, *_] = [x for x in run_dir.read_lines(place / "masks/metrics.jsonl") if x["kind"] == "grpo"]
+    assert abs(first["kl_k1"]) < 1e-5 and 0 < first["entropy"] < np.log(8)
+    for batch in packed:
+        kept_MBTK = np.asarray(batch.target["sampling_mask"])
+        count = (kept_MBTK >= 0).sum(-1)[batch.mask_BT > 0]
+        assert kept_MBTK.shape[-1] == 8 and 1 <= count.min() < 8 and len({*count}) > 1
+
+
 @pytest.mark.slow
 def test_asynchronous_runs_keep_the_staleness_bound(place):
     """And while it runs it is watched by Prometheus; afterwards by TensorBoard."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import email.utils
+import functools
 import gzip
 import itertools
 import json
@@ -643,6 +644,44 @@ def test_an_aborted_request_resumes_with_the_tokens_so_far():
                 assert sampling["min_new_tokens"] == max(0, 50 - so_far)
                 assert sampling["sampling_seed"] == 11
             assert fleet.counts == {"requests": 1, "tokens": 60, "resumed": 2}
+
+    run(main)
+
+
+def test_sampling_masks_are_checked():
+    def masked(*masks, logp=(-0.5, 0.0)):
+        body = reply([3, 4], [-1.0, -2.0], [V0] * 2, "length")
+        body["meta_info"] |= {"output_token_sampling_mask": [*masks], "output_token_sampling_logprobs": [*logp]}
+        return answers(200, body)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            ask = functools.partial(fleet.generate, [1, 2], max_new_tokens=2, top_p=0.9, top_k=3, sampling_mask=True)
+            a.script = [masked([9, 3], [4])]
+            done = await ask()
+            assert done.sampling_mask.tolist() == [[3, 9, -1], [4, -1, -1]] and done.logp == [-0.5, 0.0]
+            assert all(
+                body["return_sampling_mask"] and "sampling_mask" not in body["sampling_params"]
+                for body in a.generated()
+            )
+            for wrong, words in (
+                (
+                    answers(200, reply([3, 4], [-1.0, -2.0], [V0] * 2, "length")),
+                    "sampling masks were asked for, got None",
+                ),
+                (masked([3]), "sampling masks of 1 tokens do not belong to the 2 ids"),
+                (masked([3], [1, 2]), "a sampling mask must have the token that was drawn, 4, got"),
+                (
+                    masked([3], [4, 1, 2, 5]),
+                    "a sampling mask must have at most top_k 3 tokens, got 4, of which some tie",
+                ),
+                (masked([3], [4], logp=[-0.5]), "sampling log-probabilities of 1 tokens do not belong to the 2 ids"),
+            ):
+                a.script = [wrong]
+                with pytest.raises(RuntimeError, match=words):
+                    await ask()
+            with pytest.raises(ValueError, match="sampling_mask needs a top_k, the most tokens of a mask, got -1"):
+                await ask(top_k=-1)
 
     run(main)
 

@@ -58,10 +58,13 @@ def engine_of(case, mesh=ONE_DEVICE, share=None, draft=1):
 @pytest.mark.parametrize("case, split", MESHES)
 def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case, split):
     """Tokens, and log-probabilities within 1e-5 (delta nets 4e-5); bits with little memory, in company or alone."""
+    asked = requests(case)
+    truncated = dataclasses.replace(asked[0].sampling, temperature=1.0, top_p=0.9, top_k=50)
+    asked.append(dataclasses.replace(asked[0], rid="masked", sampling=truncated, sampling_mask=True))
     with engine_of(case) as one:
-        wanted = one.generate(requests(case))
+        wanted = one.generate(asked)
     with engine_of(case, split, 0.4) as engine:
-        found = engine.generate(requests(case))
+        found = engine.generate(asked)
         assert engine.stats()["preemptions"] > 0 and engine.flush()
         for i in (1, 5):
             [alone] = engine.generate(requests(case)[i : i + 1])
@@ -71,6 +74,8 @@ def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case
     for a, b in zip(found, wanted, strict=True):
         assert a.tokens == b.tokens
         np.testing.assert_allclose(a.logp, b.logp, atol=atol)
+        assert [ids for _, ids in a.masks] == [ids for _, ids in b.masks]
+    assert len(found[-1].masks) == len(found[-1].tokens) > 0
 
 
 @pytest.mark.parametrize(
@@ -106,9 +111,10 @@ def test_a_step_sends_two_sums_a_layer_and_no_pages(case, split):
         (f"f32[{SLOTS},{config.embed}]", "all-reduce"): 2 * config.layers,
         (f"f32[{SLOTS},1,{config.embed}]", "all-reduce"): 1,  # of embeddings
     }
-    # Nothing is gathered but the likeliest tokens of requests that ask for them, and ids of tokens within one device.
+    # Nothing is gathered but likeliest tokens and sampling masks, for requests that ask for them, and ids of tokens
+    # within one device.
     gathered = {key[0] for key in sent if key[1] != "all-reduce"}
-    assert gathered <= {f"f32[{SLOTS},{config.vocab}]", f"s32[{SLOTS},1]"}
+    assert gathered <= {f"f32[{SLOTS},{config.vocab}]", f"s32[{SLOTS},{config.vocab}]", f"s32[{SLOTS},1]"}
     held = jax.tree.leaves((slots.device.held, slots.device.tables))
     own = sum(x.addressable_shards[0].data.nbytes for x in held)
     assert compiled.memory_analysis().alias_size_in_bytes == own

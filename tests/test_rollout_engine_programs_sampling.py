@@ -80,6 +80,40 @@ def test_tokens_are_drawn_from_the_filtered_distribution(how):
     np.testing.assert_allclose(logp_S, plain_V[token_S], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "how", [{"top_p": 0.8}, {"temperature": 1.3, "top_p": 0.7, "min_p": 0.1}, {"top_p": 0.9, "banned": (0, 3)}], ids=str
+)
+def test_rows_report_the_tokens_they_could_draw(how):
+    """Against the filtered distribution in float64; rows that do not ask draw what they drew."""
+    rows, V, top_k = 20000, len(LOGITS), 6
+    how, banned = {name: value for name, value in how.items() if name != "banned"}, how.get("banned", ())
+    logits_SV = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, V))
+    banned_SE = jnp.broadcast_to(jnp.asarray([*banned, V], jnp.int32), (rows, len(banned) + 1))
+    masked_S = jnp.arange(rows) % 4 > 0
+    given = logits_SV, jnp.arange(rows), banned_SE, controls(rows, top_k=top_k, **how), jnp.zeros(rows, jnp.int32)
+    token_S, logp_S, *_ = choose(*given)
+    got_S, got_logp_S, _, _, kept_SK, kept_logp_S = map(np.asarray, choose(*given, masked_S=masked_S))
+    expected_V = probabilities(LOGITS, top_k=top_k, banned=banned, **how)
+    kept = np.flatnonzero(expected_V)
+    np.testing.assert_array_equal(
+        kept_SK[masked_S], np.tile(np.pad(kept, (0, V - len(kept)), constant_values=-1), (15000, 1))
+    )
+    assert (kept_SK[~masked_S] == -1).all() and (kept_logp_S[~masked_S] == 0).all()
+    np.testing.assert_allclose(kept_logp_S[masked_S], np.log(expected_V[got_S[masked_S]]), atol=1e-6)
+    np.testing.assert_array_equal(got_S, token_S)  # the same noise over the same tokens
+    np.testing.assert_array_equal(got_logp_S, logp_S)
+    assert scipy.stats.chisquare(np.bincount(got_S, minlength=V)[kept], expected_V[kept] * rows).pvalue > 1e-3
+
+
+def test_a_mask_has_no_more_than_top_k_tokens_where_several_tie():
+    logits_SV = jnp.zeros((500, 12)).at[:, 7].set(1)
+    given = jnp.arange(500), jnp.full((500, 1), 12), controls(500, top_k=4, top_p=0.99), jnp.zeros(500, jnp.int32)
+    token_S, _, _, _, kept_SK, logp_S = map(np.asarray, choose(logits_SV, *given, masked_S=jnp.ones(500, bool)))
+    np.testing.assert_array_equal(kept_SK, np.tile([0, 1, 2, 7, *[-1] * 8], (500, 1)))
+    assert {*token_S.tolist()} == {0, 1, 2, 7}
+    np.testing.assert_allclose(logp_S, np.where(token_S == 7, 1, 0) - np.log(3 + np.e), atol=1e-6)
+
+
 @pytest.mark.parametrize("V", [7, 3001])
 def test_the_call_of_cpus_draws_what_xla_draws(V, compiled):
     rng, S = np.random.default_rng(0), 96

@@ -216,7 +216,7 @@ def _of_model(spec: Step) -> set[str]:
         read |= {"parent_BT"} if stateful or scores else set()
     read = read | ({"position_BT"} if placed else set())
     if scores:
-        read |= {"target_BT", "routed_experts"}
+        read |= {"target_BT", "routed_experts", "sampling_mask"}
     return read | ({"teacher_ids", "teacher_logp"} if spec.distill and spec.teacher is None else set())
 
 

@@ -216,6 +216,8 @@ def _arrays(config, settings) -> list[Array]:
         if not getattr(settings, "top_k", 0):
             raise ValueError(f"plan: --sampling.routed-experts needs a model with experts, got {settings.family}")
         found.append(Array("input", "routed_experts", "int32", (settings.layers, settings.top_k)))
+    if getattr(getattr(config, "sampling", None), "sampling_mask", False):
+        found.append(Array("target", "sampling_mask", "int32", (config.sampling.top_k,)))
     served = bool(getattr(config, "teachers", ()))
     if isinstance(objective, losses.Policy):
         found += [Array("component", name) for name in objective.advantage.needs]

@@ -321,11 +321,12 @@ def _rollout_conflicts(config: Any) -> Iterator[str]:
         yield (
             f"--sampling.temperature must be above 0, got {sampling.temperature:g}; greedy decoding does not explore"
         )
-    for name in ("top_p", "top_k", "min_p", "min_new_tokens"):
+    filters = () if sampling.sampling_mask else ("top_p", "top_k", "min_p")
+    for name in (*filters, "min_new_tokens"):
         if (value := getattr(sampling, name)) != getattr(Sampling, name):
             yield (
                 f"--sampling.{name.replace('_', '-')} must be {getattr(Sampling, name)}: training needs samples from "
-                f"the full distribution, got {value}"
+                f"the full distribution, got {value}{'; or add --sampling.sampling-mask' if name in filters else ''}"
             )
     if config.evaluation.heldout_samples > 1 and not heldout:
         yield f"--heldout-samples {config.evaluation.heldout_samples} needs --heldout, rows to evaluate on, got none"
@@ -435,6 +436,11 @@ def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
         )
     if not training.distill_coef and (given := changed(training.distill, "distill")):
         yield f"--distill.* needs --distill-coef above 0 and a --teacher to learn from, got {given} without; add them"
+    if sampling.sampling_mask and (training.teachers or training.distill_coef):
+        yield (
+            "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers and --distill-coef compare "
+            "all of it; leave it out, or use --teacher with --objective.advantage.teacher"
+        )
     if training.teachers and training.objective.advantage.teacher and sampling.temperature != 1:
         yield (
             f"--teachers give log-probabilities at temperature 1, got --sampling.temperature {sampling.temperature:g}; "

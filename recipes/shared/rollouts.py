@@ -93,7 +93,7 @@ async def opened(
             top_k = training.distill.top_k if training.distill_coef else 0
             annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
             train = functools.partial(teacher.taught, train, annotate)
-        plain = replace(rollout.sampling, routed_experts=False)
+        plain = replace(rollout.sampling, routed_experts=False, sampling_mask=False)
         cold = await enter(bind(sampling=replace(plain, temperature=0.0))) if greedy else train
         warm = await enter(bind(sampling=plain)) if sampled else cold
         yield Episodes(train, cold, warm, pool, of(bound))

@@ -247,10 +247,11 @@ class Session:
 
 def _first(completion: Completion, end: int) -> Completion:
     """The first `end` tokens of a completion, as if it had stopped there."""
-    routed, rest = completion.routed, len(completion.tokens) - end
+    routed, rest, mask = completion.routed, len(completion.tokens) - end, completion.sampling_mask
     return dataclasses.replace(
         completion, tokens=completion.tokens[:end], logp=completion.logp[:end], version=completion.version[:end],
         finish="stop", text="", routed=routed if routed is None else routed[: len(routed) - rest],
+        sampling_mask=mask if mask is None else mask[:end],
     )  # fmt: skip
 
 

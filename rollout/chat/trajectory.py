@@ -183,11 +183,24 @@ def _row(
         for first, stop, kind in (span for x in chain if x in trained for span in observed(x)):
             observation[first:stop] = kind
         arrays["observation"] = "target", observation
+    if leaf.completion.sampling_mask is not None:
+        arrays["sampling_mask"] = "target", _masks(chain)
     return Sample(
         tokens=tokens, mask=mask, logp=logp, version=version, turn=turn, temperature=leaf.temperature,
         rewards=tuple(rewards.items()), finish=leaf.completion.finish, arrays=arrays,
         images=leaf.images,
     )  # fmt: skip
+
+
+def _masks(chain: Sequence[Interaction]) -> np.ndarray:
+    """The tokens that each sampled token was drawn from; -1 for those of prompts."""
+    leaf = chain[-1].completion.sampling_mask
+    assert leaf is not None
+    masks = np.full((len(chain[-1].tokens), leaf.shape[1]), -1, np.int32)
+    for x in chain:
+        if x.completion.sampling_mask is not None:
+            masks[len(x.prompt) : len(x.tokens)] = x.completion.sampling_mask
+    return masks
 
 
 def _routed(chain: Sequence[Interaction]) -> np.ndarray:

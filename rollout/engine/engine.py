@@ -631,13 +631,15 @@ class Engine:
         for each in made:
             self._deliver(*each)
 
-    def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
+    def _deliver(
+        self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list, masks: list
+    ) -> None:  # fmt: skip
         """Adds the output of a dispatch for one request, up to its end, and reports it."""
         if broken := self._broken(live, logp):
             self._finish(live, broken)
             return
         before = len(live.progress.tokens)
-        finish = live.add(tokens, logp, top, routed, self.version)
+        finish = live.add(tokens, logp, top, routed, masks, self.version)
         self._counts["tokens"] += len(live.progress.tokens) - before
         if finish:
             self._finish(live, finish)

@@ -114,7 +114,9 @@ class Live:
         """Whether experts of its prompt are needed."""
         return self.request.routed_experts and len(self.progress.routed) < self.length
 
-    def add(self, tokens: list[int], logp: list[float], top: list, routed: list, version: str) -> dict | None:
+    def add(
+        self, tokens: list[int], logp: list[float], top: list, routed: list, masks: list, version: str
+    ) -> dict | None:  # fmt: skip
         """Adds the output of a dispatch, up to the request's end; returns why it has finished, if it has.
 
         Args:
@@ -133,7 +135,8 @@ class Live:
             hit = text.feed(shown, sampling.stop)
             if hit:
                 count, matched = hit
-                tokens, logp, top, routed = tokens[:count], logp[:count], top[:count], routed[:count]
+                tokens, logp, top = tokens[:count], logp[:count], top[:count]
+                routed, masks = routed[:count], masks[:count]
                 finish = {"type": "stop", "matched": matched}
             elif finish:
                 text.end()
@@ -142,6 +145,7 @@ class Live:
         progress.logp += logp
         progress.top += top
         progress.routed += routed
+        progress.masks += masks
         end = start + len(tokens)
         if progress.versions and progress.versions[-1][0] == version:
             progress.versions[-1] = (version, progress.versions[-1][1], end)

@@ -10,6 +10,7 @@ from ..types import Image
 
 TOP = 20  # most likeliest tokens reported per position
 STOPS = 32  # most stop ids of a request, including the model's
+KEPT = 1024  # most tokens of a sampling mask
 BIASES = 1024  # most tokens of a logit_bias
 
 
@@ -84,6 +85,7 @@ class Request:
       routed_experts: report the experts of each token.
       adapter: name of the adapter to generate with; "" = none.
       images: in the order of their tokens in the prompt, each as often as the image has features.
+      sampling_mask: report the tokens that each was drawn from; needs a top_k.
     """
 
     rid: str
@@ -94,6 +96,7 @@ class Request:
     routed_experts: bool = False
     adapter: str = ""
     images: tuple[Image, ...] = ()
+    sampling_mask: bool = False
 
 
 @dataclass
@@ -109,6 +112,7 @@ class Progress:
         {"type": "abort", "message": ...}; with a "status_code" it failed, and the message says why.
       decoded: text of the output without the stop token or string; None if the engine cannot decode.
       routed: if requested, i32[layers, top_k] for each token but the last, -1 in layers without experts.
+      masks: if requested, of each token (log-probability among the tokens that it was drawn from, their ids).
       cached_tokens: prompt tokens that were already in the cache.
       retractions: how often the request was requeued.
     """
@@ -122,6 +126,7 @@ class Progress:
     input_logp: list[float | None] = field(default_factory=list)
     input_top: list[list[tuple[float, int]] | None] = field(default_factory=list)
     routed: list = field(default_factory=list)
+    masks: list[tuple[float, list[int]]] = field(default_factory=list)
     finish: dict | None = None
     decoded: str | None = None
     cached_tokens: int = 0
@@ -138,8 +143,8 @@ class Progress:
         """A copy that later progress does not modify."""
         return Progress(
             self.rid, self.prompt_tokens, self.tokens[:], self.logp[:], self.versions[:], self.top[:],
-            self.input_logp[:], self.input_top[:], self.routed[:], self.finish, self.decoded, self.cached_tokens,
-            self.retractions,
+            self.input_logp[:], self.input_top[:], self.routed[:], self.masks[:], self.finish, self.decoded,
+            self.cached_tokens, self.retractions,
         )  # fmt: skip
 
 
@@ -179,6 +184,10 @@ def _problem(
     s, n = request.sampling, len(request.prompt)
     if request.routed_experts and not experts:
         return "return_routed_experts needs a model with experts, but this one has none."
+    if request.sampling_mask and not 1 <= s.top_k <= KEPT:
+        return f"return_sampling_mask needs a top_k from 1 to {KEPT}, the most tokens of a mask, got {s.top_k}."
+    if request.sampling_mask and not s.temperature > 0:
+        return f"return_sampling_mask needs a temperature above 0, got {s.temperature}."
     start = request.input_logprobs_from
     if len(stops) > STOPS:
         return f"stop_token_ids: at most {STOPS} are supported, including the model's."

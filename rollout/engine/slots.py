@@ -222,15 +222,16 @@ class Slots:
                 self.device.run("penalise", live.seat, done, request.sampling.logit_bias)
         return ended
 
-    def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
+    def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list, list]]:
         """Runs a dispatch of decode steps, which stops early once `wanted` slots are idle; returns (request, tokens,
-        logp, likeliest tokens, experts of the input tokens) for each running request."""
+        logp, likeliest tokens, experts of the input tokens, tokens that could be drawn) for each running request."""
         self._make_room_to_decode()
         position, lives = COLUMNS["position"], self.running.values()
         mask_SM = self._masks.fill({slot: live.matcher for slot, live in self.running.items() if live.matcher})
         ranked = any(live.request.top_logprobs for live in lives)
         names = ["token", "logp", *(["drafted"] if self.width > 1 else []), *(["top_logp", "top_id"] if ranked else [])]
         names += ["routed"] if any(live.request.routed_experts for live in lives) else []
+        names += ["kept", "kept_logp"] if any(live.request.sampling_mask for live in lives) else []
         out, self._state[:, position] = self.device.run(
             "decode", self._state, self.cache.table_KSX, wanted, mask_SM, names
         )
@@ -245,7 +246,11 @@ class Slots:
             k, tokens = live.request.top_logprobs, own("token").tolist()
             top = pairs(own("top_logp")[:, :k], own("top_id")[:, :k]) if k else []
             routed = list(own("routed")) if live.request.routed_experts else []
-            made.append((live, tokens, own("logp").tolist(), top, routed))
+            masks: list = []
+            if live.request.sampling_mask:
+                rows = zip(own("kept_logp").tolist(), own("kept"), strict=True)
+                masks = [(p, ids[ids >= 0].tolist()) for p, ids in rows]
+            made.append((live, tokens, own("logp").tolist(), top, routed, masks))
             self._state[slot, COLUMNS["token"]] = tokens[-1]
             self.cache.behind(live, int(self._state[slot, position]))
             if live.matcher:
@@ -306,6 +311,7 @@ class Slots:
             "grammar": int(live.matcher is not None),
             "penalised": int(sampling.penalised),
             "shift": live.images.shift if live.images else 0,
+            "masked": int(request.sampling_mask),
         }
         row.view(np.uint32)[: len(INTEGERS)] = [values[name] & 0xFFFFFFFF for name in INTEGERS]
         row.view(np.float32)[len(INTEGERS) : len(COLUMNS)] = [getattr(sampling, name) for name in REALS]

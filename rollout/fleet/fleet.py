@@ -196,6 +196,7 @@ class Fleet:
         min_new_tokens: int = 0,
         ignore_eos: bool = False,
         routed_experts: bool = False,
+        sampling_mask: bool = False,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         repetition_penalty: float = 1.0,
@@ -223,6 +224,8 @@ class Fleet:
           json_schema, regex, ebnf: a grammar that the text follows; at most one.
           routed_experts: also report the experts of each token, as they were when its successor was sampled, even if
             a resumption recomputes them with other weights.
+          sampling_mask: also report the tokens that each token was drawn from, those that top_k, top_p and min_p keep;
+            `logp` is then that among them. Needs a top_k.
           seed: the random stream of this completion; retries and resumptions continue it, because servers draw token i
             with (seed, absolute index). Needs `fleet.seeded`.
           until: time of the event loop's clock at which generation ends, waits included: the completion is then what
@@ -231,7 +234,7 @@ class Fleet:
             they may differ from before; an exception in it ends the request.
           record: has the tokens that a former process recorded of the same request, which then goes on behind them, and
             gets those that are new: while they arrive from SGLang and `areax serve`, else after interruptions. Not with
-            `routed_experts`, nor where a server must generate a completion in one piece.
+            `routed_experts` or `sampling_mask`, nor where a server must generate a completion in one piece.
 
         Raises:
           ValueError: the server refused the request (prompt too long, a bad parameter), or does
@@ -250,6 +253,8 @@ class Fleet:
                 "generate: routed_experts needs a model with experts, got experts_per_token 0; say how many a token "
                 "goes to, as in connect(..., experts_per_token=8)"
             )
+        if sampling_mask and top_k < 1:
+            raise ValueError(f"generate: sampling_mask needs a top_k, the most tokens of a mask, got {top_k}")
         if self._longest:
             longest = min(self._longest, self.context or self._longest)
             if len(tokens) >= longest:
@@ -280,6 +285,7 @@ class Fleet:
             },
             **({"logit_bias": {str(id): float(bias) for id, bias in logit_bias.items()}} if logit_bias else {}),
             **{name: text for name, text in (("json_schema", json_schema), ("regex", regex), ("ebnf", ebnf)) if text},
+            **({"sampling_mask": True} if sampling_mask else {}),
             **({"seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
@@ -288,7 +294,7 @@ class Fleet:
         if seed is None and self._any_seeded:  # such servers give all requests without a seed the same
             sampling["seed"] = random.getrandbits(63)
         begun, keep = Generated([], [], []), None
-        if record and not (routed_experts or STATEFUL & sampling.keys()):
+        if record and not (routed_experts or sampling_mask or STATEFUL & sampling.keys()):
             begun, keep = record.begun(request) or begun, functools.partial(record.keep, request)
         if begun.finish:
             self.counts["recalled"] += len(begun.tokens)
@@ -430,6 +436,7 @@ class Fleet:
             text="" if resumed else part.text,
             routed=routed,
             info={**part.info, "url": server.url, "resumed": resumed},
+            sampling_mask=_padded(made.masks, sampling["top_k"]) if "sampling_mask" in sampling else None,
         )
 
     async def _send(
@@ -721,7 +728,15 @@ def _hash(prompt: image_tokens.TokensPrompt, sampling: Mapping[str, Any]) -> str
 
 
 def _generated(part: Part) -> Generated:
-    return Generated(part.tokens, part.logp, [*map(version_of, part.labels)])
+    return Generated(part.tokens, part.logp, [*map(version_of, part.labels)], masks=[*part.masks])
+
+
+def _padded(masks: Sequence[np.ndarray], top_k: int) -> np.ndarray:
+    """Masks as rows of equal length, i32[n, top_k], with -1 behind the ids."""
+    made = np.full((len(masks), top_k), -1, np.int32)
+    for row, ids in zip(made, masks, strict=True):
+        row[: len(ids)] = ids
+    return made
 
 
 def _joined(before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:

@@ -544,16 +544,18 @@ def _length(samples: Sequence[Sample]) -> float:
 
 
 def _undistorted(generate, tokens, *images, **sampling):
-    """Calls `generate`; refuses options under which log-probabilities would not be those of the policy."""
-    neutral = {
-        "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "frequency_penalty": 0.0,
-        "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None, "json_schema": "", "regex": "",
-        "ebnf": "",
+    """Calls `generate`; refuses options under which log-probabilities would not be those of the policy, and filters
+    whose mask is not recorded."""
+    filters = {} if sampling.get("sampling_mask") else {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    neutral = filters | {
+        "min_new_tokens": 0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+        "logit_bias": None, "json_schema": "", "regex": "", "ebnf": "",
     }  # fmt: skip
     for name, value in neutral.items():
         if sampling.get(name, value) not in (value, {}):
             raise ValueError(
                 f"training needs samples from the full distribution, got {name}={sampling[name]}; set it to {value!r}"
+                f"{', or sampling_mask to True' if name in filters else ''}"
             )
     if not sampling.get("temperature", 1.0) > 0:
         raise ValueError(

@@ -81,7 +81,7 @@ def checked(
         pair=pair,
         seat=seat,
         label=_scalar(sample, "label", "a number", lambda x: True),
-        arrays={name: _extra(name, entry, mask, experts) for name, entry in _entries("arrays", sample.arrays).items()},
+        arrays=_arrays(sample.arrays, tokens, mask, vocabulary, experts),
         images=images,
         info=_info(sample.info),
     )
@@ -191,6 +191,20 @@ def _finish(value: Any) -> Finish:
         if isinstance(value, str) and str.__eq__(value, finish) is True:
             return finish
     _wrong("finish", f"be one of {', '.join(get_args(Finish))}", value)
+
+
+def _arrays(
+    given: Any, tokens: np.ndarray, mask: np.ndarray, vocabulary: int | None, experts: int | None
+) -> dict[str, tuple[Any, np.ndarray]]:  # fmt: skip
+    arrays = {name: _extra(name, entry, mask, experts) for name, entry in _entries("arrays", given).items()}
+    if "sampling_mask" in arrays:
+        field, (kind, kept) = "arrays['sampling_mask']", arrays["sampling_mask"]
+        if kind != "target" or kept.ndim != 2 or kept.dtype.kind not in "iu":
+            _wrong(field, 'be ("target", whole numbers [tokens, most kept])', given["sampling_mask"])
+        _within(field, kept, -1, vocabulary or 2**31, "vocabulary size ")
+        drawn = (kept == tokens[:, None]).any(1) | (kept < 0).all(1)
+        _all(field, "have each token that is learnt from", tokens[mask & ~drawn], lambda x: x < 0)
+    return arrays
 
 
 def _extra(name: Any, entry: Any, mask: np.ndarray, experts: int | None) -> tuple[Any, np.ndarray]:

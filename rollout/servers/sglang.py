@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ServerError
 from . import answers, sglang_answers
-from .answers import A_TOKEN, BESIDES, EXPERTS, LONGEST
+from .answers import A_TOKEN, AN_ID, BESIDES, EXPERTS, LONGEST
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
@@ -237,11 +237,12 @@ class SGLang(Endpoint):
         body = _body(prompt, sampling, adapter, cache_key, rid)
         if experts_per_token:
             body["return_routed_experts"] = True
-        asked = sampling.get("max_new_tokens", LONGEST)
+        asked, masked = sampling.get("max_new_tokens", LONGEST), sampling.get("sampling_mask", False)
+        top_k = sampling["top_k"] if masked else 0
         seen: list[int] = []
 
         def checked(answer: Mapping[str, Any], experts: int = 0) -> Part:
-            part = self._part(answer, body["rid"], experts)
+            part = self._part(answer, body["rid"], experts, top_k=top_k)
             with answers.named(f"{self.url}/generate"):
                 answers.check(part, seen, prompt, sampling, asked, self.context)
             return part
@@ -260,7 +261,7 @@ class SGLang(Endpoint):
                 if on_part and so_far:
                     on_part(checked(so_far))
 
-        most = BESIDES + (len(prompt.tokens) + asked) * (A_TOKEN + EXPERTS * bool(experts_per_token))
+        most = BESIDES + (len(prompt.tokens) + asked) * (A_TOKEN + EXPERTS * bool(experts_per_token) + AN_ID * top_k)
         if on_tokens or on_part:
             body["sampling_params"] |= {"stream_interval": every} if every > 1 else {}
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
@@ -326,9 +327,11 @@ class SGLang(Endpoint):
                 f"{self.url}/generate: an event lacks the tokens so far ({answers.described(error)})"
             ) from error
 
-    def _part(self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True) -> Part:
+    def _part(
+        self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True, top_k: int = 0
+    ) -> Part:  # fmt: skip
         with answers.named(f"{self.url}/generate"):
-            part = sglang_answers.part(answer, experts_per_token, generated, self.vocabulary)
+            part = sglang_answers.part(answer, experts_per_token, generated, self.vocabulary, top_k)
         name = part.info.get("id")
         self.names_answers |= name is not None
         if name != rid and self.names_answers:
@@ -343,12 +346,14 @@ def _body(
     prompt: TokensPrompt, sampling: Mapping[str, Any], adapter: str, cache_key: str, rid: str = ""
 ) -> dict[str, Any]:
     params = {("sampling_seed" if name == "seed" else name): value for name, value in sampling.items()}
+    masked = params.pop("sampling_mask", False)
     return {
         "input_ids": prompt.short(),
         **({"image_data": prompt.data()} if prompt.images else {}),
         "sampling_params": params,
         "return_logprob": True,
         "rid": rid or secrets.token_hex(16),
+        **({"return_sampling_mask": True} if masked else {}),
         **({"extra_key": cache_key} if cache_key else {}),
         **({"lora_path": adapter} if adapter else {}),
     }

@@ -16,17 +16,21 @@ from .types import Part
 
 BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
-    "routed_experts",
+    "routed_experts", "output_token_sampling_mask", "output_token_sampling_logprobs",
 )  # fmt: skip
 
 
-def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, vocabulary: int) -> Part:
+def part(
+    answer: Mapping[str, Any], experts_per_token: int, generated: bool, vocabulary: int, top_k: int = 0
+) -> Part:  # fmt: skip
     """The answer to a request for one completion.
 
     Args:
       experts_per_token: of the model, if the experts of each token were asked for.
       generated: whether tokens were asked for.
       vocabulary: number of tokens of the model; 0 = unknown.
+      top_k: most tokens that each token was drawn from, if they were asked for: log-probabilities are then those among
+        them.
 
     Raises:
       ServerError: a value that is out of range, in words.
@@ -43,12 +47,16 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
             "the answer has no weight_versions, so the weights that sampled a token are unknown; "
             "use a server that reports them (SGLang 0.5.23 does)"
         )
+    masks = _masks(meta.get("output_token_sampling_mask"), tokens, vocabulary, top_k) if top_k else []
+    logp = meta["output_token_sampling_logprobs"] if masks else [row[0] for row in rows]
+    if len(logp) != len(tokens):
+        raise ServerError(f"sampling log-probabilities of {len(logp)} tokens do not belong to the {len(tokens)} ids")
     finish = meta["finish_reason"]["type"]
     if finish not in FINISHES:
         raise ServerError(f"the finish must be one of {', '.join(FINISHES)}, got {meta['finish_reason']!r:.200}")
     return Part(
         tokens=tokens,
-        logp=logprobs([row[0] for row in rows]),
+        logp=logprobs(logp),
         labels=per_token(meta.get("weight_versions", ()), len(tokens)),
         finish=finish,
         text=text(answer.get("text")),
@@ -63,6 +71,7 @@ def part(answer: Mapping[str, Any], experts_per_token: int, generated: bool, voc
         ],
         adapter=text(meta.get("lora_path")),
         preemptions=positive(meta, "num_retractions"),
+        masks=masks,
     )  # fmt: skip
 
 
@@ -87,6 +96,24 @@ def aborted(answer: Mapping[str, Any]) -> bool:
 def _scored(row: Sequence, vocabulary: int) -> list:
     """[log-probability or None, id, text] of a token of the prompt."""
     return [None if row[0] is None else logprob(row[0]), token_id(row[1], vocabulary), *row[2:]]
+
+
+def _masks(rows: Any, tokens: Sequence[int], vocabulary: int, top_k: int) -> list[np.ndarray]:
+    """The ids of the tokens that each token was drawn from, ascending; raises ServerError unless there are at most
+    `top_k` with the token among them."""
+    if tokens and not isinstance(rows, list):
+        raise ServerError(f"sampling masks were asked for, got {rows!r:.80}; use areax serve or SGLang 0.5.23")
+    if len(rows or ()) != len(tokens):
+        raise ServerError(f"sampling masks of {len(rows or ())} tokens do not belong to the {len(tokens)} ids")
+    for token, row in zip(tokens, rows or (), strict=True):
+        if token not in ids(row, vocabulary):
+            raise ServerError(f"a sampling mask must have the token that was drawn, {token}, got {row!r:.80}")
+        if len(row) > top_k:
+            raise ServerError(
+                f"a sampling mask must have at most top_k {top_k} tokens, got {len(row)}, of which some tie with the "
+                "last; use areax serve, which leaves such out, or lower top_p"
+            )
+    return [np.unique(np.array(row, np.int32)) for row in rows or ()]
 
 
 def _routed(meta: Mapping[str, Any], experts_per_token: int, new: int) -> np.ndarray | None:

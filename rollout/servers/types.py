@@ -28,6 +28,7 @@ class Part:
       inputs: [logp, id, text] of each prompt token, if requested; the first has no logp.
       input_top: the most likely tokens at each prompt position, if requested.
       adapter: the adapter that the server reports; "" if it reports none.
+      masks: the ids of the tokens that each token was drawn from, ascending, if requested.
       preemptions: how often the server discarded the request's cache and recomputed it.
     """
 
@@ -42,6 +43,7 @@ class Part:
     input_top: Sequence = ()
     adapter: str = ""
     preemptions: int = 0
+    masks: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,31 @@ def test_log_probabilities_are_those_of_the_scaled_distribution(server, versions
     assert done.version == [0] * 24 and done.finish == "length" and report.probe_diff < 1e-5
 
 
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_p": 0.7, "min_p": 0.02}, {"min_p": 0.05}, {}], ids=str)
+def test_sampling_masks_are_the_tokens_that_the_filters_keep(server, versions, filters):
+    """By the model's own probabilities in float64, but for a token at the very edge; log-probabilities are over them.
+    SGLang's top-p counts the mass of all tokens, that of areax serve what top-k leaves."""
+    if server.kind == "vllm":
+        pytest.skip("its masks are not read yet")
+
+    async def work(fleet):
+        await pushed(fleet, versions, 0)
+        how = {"temperature": 0.8, "top_k": 60, "sampling_mask": True, "max_new_tokens": 40, "ignore_eos": True}
+        return await fleet.generate(versions.prompt, **how, **filters)
+
+    done = run(server, work)
+    logp_TV = versions.logp(0, versions.prompt + done.tokens, 0.8)[len(versions.prompt) - 1 : -1].astype(np.float64)
+    assert done.sampling_mask.shape == (40, 60)
+    for row, token, own, theirs in zip(done.sampling_mask, done.tokens, done.logp, logp_TV, strict=True):
+        kept, order = row[row >= 0], np.argsort(-theirs)
+        p = np.exp(theirs[order][:60])
+        p /= 1 if server.kind == "sglang" else p.sum()
+        before = np.cumsum(p) - p  # of likelier tokens
+        wanted = {*order[:60][(before < filters.get("top_p", 1)) & (p >= filters.get("min_p", 0) * p[0])].tolist()}
+        assert len(wanted ^ {*kept.tolist()}) <= 1 and token in kept and (np.diff(kept) > 0).all()
+        np.testing.assert_allclose(own, theirs[token] - np.log(np.exp(theirs[kept]).sum()), atol=2e-5)
+
+
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_completion_goes_on_over_a_push_with_the_version_of_each_token(server, versions, mode, streamed):
@@ -212,8 +237,11 @@ def test_a_server_that_is_killed_and_started_again_gets_the_newest_weights_befor
     np.testing.assert_allclose(done.logp, theirs, atol=2e-4)
 
 
-def test_a_policy_learns_from_it(server, versions, tmp_path):
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 100, "sampling_mask": True}], ids=["all", "masks"])
+def test_a_policy_learns_from_it(server, versions, tmp_path, filters):
     """GRPO at eta 0: more of the letters a to m are right."""
+    if server.kind == "vllm" and filters:
+        pytest.skip("its masks are not read yet")
     model = tmp_path / "model"
     model.mkdir()
     for file in versions.paths[0].iterdir():
@@ -226,7 +254,7 @@ def test_a_policy_learns_from_it(server, versions, tmp_path):
     config = grpo.Config(str(model), str(tmp_path / "rows.jsonl"), f"{tmp_path}/own.py:score")
     config = replaced(
         config, out=str(tmp_path / "out"), steps=16, groups=4, group_size=8, max_concurrent=16, length=64, rows=4,
-        eta=0, servers=(server.url,), sampling=Sampling(max_new_tokens=12, temperature=0.8),
+        eta=0, servers=(server.url,), sampling=Sampling(max_new_tokens=12, temperature=0.8, **filters),
         objective=GRPO(advantage={"std": "none"}), optim=Optimizer(lr=2e-2, b2=0.99),
     )  # fmt: skip
     summary = grpo.main(config)

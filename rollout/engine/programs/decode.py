@@ -26,7 +26,7 @@ from .staging import with_adapters
 # none.
 INTEGERS = (
     "token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k", "adapter", "grammar",
-    "penalised", "shift",
+    "penalised", "shift", "masked",
 )  # fmt: skip
 REALS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
@@ -48,7 +48,8 @@ def decode(
     `end`; no stop id is drawn for an index before `least`; the `top` likeliest tokens are reported; `adapter` is the
     index of the slot's adapter, 0 = none; `grammar` = 1 draws one token, allowed by the slot's row of the mask, and
     waits for the next mask; `penalised` = 1 reads and updates the slot's rows of the tables. Both take no drafts.
-    `shift` is added to positions for rope, if the model sees images.
+    `shift` is added to positions for rope, if the model sees images; `masked` = 1 reports which tokens could be
+    drawn.
 
     Args:
       held: the memory of all layers, see `pool`; donated.
@@ -60,9 +61,9 @@ def decode(
         have a layer to predict them with, "mtp"; None if Q is 1.
 
     Returns:
-      held; tables; known; {"token": [steps, S, Q], -1 = none, "logp", "top_logp": [steps, S, Q, K], "top_id"}, with
-      experts "routed" [steps, S, Q, layers, top_k] of each input token, if Q > 1 "drafted" [steps, S], the number of
-      drafts; position_S.
+      held; tables; known; {"token": [steps, S, Q], -1 = none, "logp", "top_logp": [steps, S, Q, K], "top_id",
+      "kept", "kept_logp", as `sampling.choose` reports them}, with experts "routed" [steps, S, Q, layers, top_k] of
+      each input token, if Q > 1 "drafted" [steps, S], the number of drafts; position_S.
     """
     S, Q, V = len(state_SW), width, config.vocab
     predicts = "mtp" in weights
@@ -115,9 +116,10 @@ def decode(
         needed = jnp.any(masked_S | penalised_S)
         rows = index_SQ.reshape(-1), banned_SQE.reshape(S * Q, -1)
         made_R = sampling.choose(
-            logits_RV, *rows, controls, each(column["top"]), (needed, first(change)), each(active_S)
-        )
-        names = "token", "logp", "top_logp", "top_id"
+            logits_RV, *rows, controls, each(column["top"]), (needed, first(change)), each(active_S),
+            each(column["masked"] > 0),
+        )  # fmt: skip
+        names = "token", "logp", "top_logp", "top_id", "kept", "kept_logp"
         made = {name: x_R.reshape(S, Q, *x_R.shape[1:]) for name, x_R in zip(names, made_R, strict=True)}
         new_SQ = made["token"]
         ends_SQ = jnp.any(new_SQ[..., None] == stop_SE[:, None], -1) | (index_SQ + 1 >= column["end"][:, None])
@@ -147,6 +149,8 @@ def decode(
         "logp": jnp.zeros((steps, S, Q), jnp.float32),
         "top_logp": jnp.zeros((steps, S, Q, K), jnp.float32),
         "top_id": jnp.zeros((steps, S, Q, K), jnp.int32),
+        "kept": jnp.zeros((steps, S, Q, min(sampling.KEPT, V)), jnp.int32),
+        "kept_logp": jnp.zeros((steps, S, Q), jnp.float32),
     }
     if any("router" in w for w in weights["layers"]):
         out["routed"] = jnp.zeros((steps, S, Q, len(weights["layers"]), config.top_k), jnp.int32)

@@ -4,6 +4,7 @@ Rows never mix, and options that no row uses are skipped with `lax.cond` without
 compiled program serves greedy, sampled and filtered requests together.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ....core import hardware
 from ....core.shapes import shaped
 from ....models.layers import native
 from ....parallel import mesh
-from ..request import TOP
+from ..request import KEPT, TOP
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +42,7 @@ Change = tuple[Any, Callable[[Any], Any]]  # (whether any row needs it, a functi
 
 @shaped
 def choose(
-    logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Change | None = None, active_S=None
+    logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Change | None = None, active_S=None, masked_S=None
 ):  # fmt: skip
     """Draws one token per row from softmax(logits / temperature) after the filters top-k, top-p, min-p, in this order.
 
@@ -55,10 +56,14 @@ def choose(
       top_S: number of likeliest tokens each row reports, at most TOP.
       change: applied to the logits to draw from, before bans and filters, if it is needed.
       active_S: rows whose results count; None = all.
+      masked_S: rows that report the tokens they could have drawn, and whose top-k leaves out ties beyond the k-th, the
+        last ones; None = none are reported.
 
     Returns:
       token_S; logp_S (nats, of softmax(logits / temperature) before change, bans and filters; temperature 1 if greedy);
-      top_logp_SK and top_id_SK, K = min(TOP, V), undefined if no row requests them.
+      top_logp_SK and top_id_SK, K = min(TOP, V), undefined if no row requests them; with `masked_S` also kept_SK, K =
+      min(KEPT, V), of its rows the ids of the tokens that could be drawn, in ascending order, then -1, and kept_logp_S,
+      the log-probability of softmax(logits / temperature) over these.
     """
     S, V = logits_SV.shape
     active_S = jnp.ones(S, bool) if active_S is None else active_S
@@ -70,13 +75,34 @@ def choose(
         return open_SV.at[jnp.arange(S)[:, None], banned_SE].set(-jnp.inf, mode="drop")
 
     draw = _by_call if native.ready() and mesh.one_device() else _by_xla
-    rest = controls, index_S, active_S
-    token_S, logp_S, lse_S = jax.lax.cond(
-        needed | banned,
-        lambda logits_SV: draw(logits_SV, changed_and_banned(logits_SV), *rest),
-        lambda logits_SV: draw(logits_SV, logits_SV, *rest),
-        logits_SV,
-    )
+    rest = index_S, active_S
+
+    def drawn(logits_SV):
+        return jax.lax.cond(
+            needed | banned,
+            lambda logits_SV: draw(logits_SV, changed_and_banned(logits_SV), controls, *rest),
+            lambda logits_SV: draw(logits_SV, logits_SV, controls, *rest),
+            logits_SV,
+        )
+
+    def drawn_from_kept(logits_SV):
+        open_SV = changed_and_banned(logits_SV)
+        scaled_SV = open_SV / _temperature(controls)[:, None]
+        kept_SV = kept(scaled_SV, controls)
+        open_SV = jnp.where(kept_SV | ~masked_S[:, None], open_SV, -jnp.inf)
+        made = draw(logits_SV, open_SV, unfiltered(controls, masked_S), *rest)
+        lse_S = jax.nn.logsumexp(jnp.where(kept_SV, scaled_SV, -jnp.inf), -1)
+        kept_logp_S = jnp.take_along_axis(scaled_SV, made[0][:, None], -1)[:, 0] - lse_S
+        return *made, ids(kept_SV & masked_S[:, None], min(KEPT, V)), jnp.where(masked_S, kept_logp_S, 0)
+
+    def drawn_alone(logits_SV):
+        return *drawn(logits_SV), jnp.full((S, min(KEPT, V)), -1), jnp.zeros(S, logits_SV.dtype)
+
+    if masked_S is None:
+        (token_S, logp_S, lse_S), reported = drawn(logits_SV), ()
+    else:
+        masked_S &= active_S
+        token_S, logp_S, lse_S, *reported = jax.lax.cond(jnp.any(masked_S), drawn_from_kept, drawn_alone, logits_SV)
     K = min(TOP, V)
 
     def top(logits_SV):
@@ -87,7 +113,7 @@ def choose(
         return jnp.zeros((S, K), logits_SV.dtype), jnp.zeros((S, K), jnp.int32)
 
     top_logp_SK, top_id_SK = jax.lax.cond(jnp.any(top_S > 0), top, none, logits_SV)
-    return token_S, logp_S, top_logp_SK, top_id_SK
+    return token_S, logp_S, top_logp_SK, top_id_SK, *reported
 
 
 def _temperature(controls: Controls):
@@ -185,6 +211,33 @@ def filtered(x_SV, controls: Controls):
     x_SV = jax.lax.cond(jnp.any(controls.top_p_S < 1), top_p, same, x_SV)
     least_S1 = jnp.max(x_SV, -1, keepdims=True) + jnp.log(controls.min_p_S)[:, None]
     return jnp.where(x_SV >= least_S1, x_SV, -jnp.inf)
+
+
+def kept(x_SV, controls: Controls):
+    """Which tokens the filters keep, bool[S, V], and of those that tie with the k-th only as many as make k."""
+    kept_SV = filtered(x_SV, controls) > -jnp.inf
+    least_S1 = jnp.min(jnp.where(kept_SV, x_SV, jnp.inf), -1, keepdims=True)
+    tied_SV = kept_SV & (x_SV == least_S1)
+    above_S1 = jnp.sum(kept_SV & ~tied_SV, -1, keepdims=True)
+    most_S1 = jnp.where(controls.top_k_S < 1, x_SV.shape[1], controls.top_k_S)[:, None]
+    return kept_SV & (~tied_SV | (above_S1 + jnp.cumsum(tied_SV, -1) <= most_S1))
+
+
+def unfiltered(controls: Controls, masked_S):
+    """Controls without filters in these rows."""
+    return dataclasses.replace(
+        controls,
+        top_k_S=jnp.where(masked_S, -1, controls.top_k_S),
+        top_p_S=jnp.where(masked_S, 1, controls.top_p_S),
+        min_p_S=jnp.where(masked_S, 0, controls.min_p_S),
+    )
+
+
+def ids(kept_SV, K: int):
+    """The first K columns that are true in each row, in ascending order, then -1, i32[S, K]."""
+    rank_SV = jnp.cumsum(kept_SV, -1)
+    column_SK = jax.vmap(lambda rank_V: jnp.searchsorted(rank_V, jnp.arange(1, K + 1)))(rank_SV)
+    return jnp.where(column_SK < kept_SV.shape[1], column_SK, -1).astype(jnp.int32)
 
 
 def ordered(x):

@@ -45,6 +45,7 @@ GENERATE = fields.table(
     [
         "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
         "return_text_in_logprobs", "stream", "rid", "lora_path", "return_routed_experts", "image_data",
+        "return_sampling_mask",
     ],
     [
         "extra_key", "cache_salt", "priority", "log_metrics", "no_logs", "session_id", "conversation_id",
@@ -56,7 +57,7 @@ GENERATE = fields.table(
         name: Refusal(but=NOTHING)
         for name in (
             "input_embeds", "video_data", "audio_data", "session_params", "watermark",
-            "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
+            "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob",
             "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
             "return_indexer_topk", "return_entropy", "return_prompt_token_ids", "max_thinking_tokens",
             "multi_item_delimiter_indices", "token_indices_to_pool", "lora_id", "background", "return_bytes",
@@ -122,16 +123,18 @@ def generate(body: Any, tokenizer: Any, context: int, pictures: Pictures | None 
     starts = _each(body, "logprob_start_len", P, int, -1)
     tops = _each(body, "top_logprobs_num", P, int, 0)
     routed = _each(body, "return_routed_experts", P, bool, False)
+    masks = _each(body, "return_sampling_mask", P, bool, False)
     adapters = _each(body, "lora_path", P, str | None, None)
     requests: list[Request] = []
     names = rids(body.get("rid"), P, single, n)
-    for prompt, (one, _), logprob, start, top, experts, adapter, rid, images in zip(
-        prompts, chosen, wanted, starts, tops, routed, adapters, names, seen, strict=True
+    for prompt, (one, _), logprob, start, top, experts, mask, adapter, rid, images in zip(
+        prompts, chosen, wanted, starts, tops, routed, masks, adapters, names, seen, strict=True
     ):
         if start > len(prompt):
             raise ValueError(f"logprob_start_len: must be at most the prompt's {len(prompt)} tokens, got {start}")
         inputs = start if logprob and 0 <= start < len(prompt) else None
-        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts, adapter or "", images)
+        tops_of = max(top, 0) if logprob else 0
+        requests += samples(prompt, one, rid, inputs, tops_of, experts, adapter or "", images, mask)
     logprobs = tuple(logprob for logprob in wanted for _ in range(n))
     check_size(requests, logprobs)
     return Ask(
@@ -259,12 +262,13 @@ def samples(
     experts: bool = False,
     adapter: str = "",
     images: tuple[Image, ...] = (),
+    mask: bool = False,
 ) -> list[Request]:
     """Makes one request per name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
     differs from the others, and equals a separate request with that seed."""
     if not prompt:
         raise ValueError("the prompt must have at least one token, got none")
-    more = inputs, top, experts, adapter, images
+    more = inputs, top, experts, adapter, images, mask
     if chosen.seed is None or len(rid) == 1:
         return [Request(name, prompt, chosen, *more) for name in rid]
     each = [replace(chosen, seed=(chosen.seed + k) % 2**64) for k in range(len(rid))]

@@ -96,6 +96,11 @@ class Service:
         if ask.requests[i].routed_experts and progress.finish:  # i32[tokens but the last, layers, top_k]
             routed = np.array(progress.routed, np.int32)
             meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
+        if ask.requests[i].sampling_mask:
+            masks = progress.masks
+            meta["output_token_sampling_mask"] = [ids for _, ids in masks]
+            meta["output_token_sampling_logprobs"] = [logp for logp, _ in masks]
+            meta["output_token_sampling_mask_length"] = len(masks)
         spans = progress.versions or [(meta["weight_version"], 0, 0)]
         meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
         if progress.finish:
