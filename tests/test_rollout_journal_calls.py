@@ -174,7 +174,7 @@ def streams(versions, gate):
         await reply_.prepare(request)
         for n in (1, 5, 9, 12):
             await gate(n)
-            ids, logp, _, _ = made(n)
+            ids, logp = made(n)[:2]
             event = reply(ids, logp, [versions[0]] * min(n, 5) + [versions[1]] * (n - 5), "length")
             event["meta_info"] |= {"weight_version": versions[n > 5]}
             if n < 12:
