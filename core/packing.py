@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from . import fitting, trie_packing
+from . import fitting, teacher_rows, trie_packing
 from .batch import FINISH, Batch
 
 FULLEST = 4  # a row of tries holds at most this many times the samples' tokens of an average row
@@ -25,6 +25,9 @@ def pack(
     M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to `slots`, so that few shapes compile;
     `used(batch)` is the number of microbatches that are not empty.
 
+    If samples have a `teacher_prompt`, `input` has the rows that their teacher reads (`teacher_rows`). A sample then
+    takes as much of a row as the longer of the two needs.
+
     Args:
       rows: rows per microbatch; must be a multiple of the devices along the batch axes.
       components: names of the reward components to include.
@@ -32,13 +35,20 @@ def pack(
 
     Raises:
       ValueError: no samples, rows or length, a sample longer than `length`, a pair too large for a microbatch, a sample
-        that lacks a component, or samples whose extra arrays differ in name, kind, type or shape.
+        that lacks a component, samples whose extra arrays differ in name, kind, type or shape, or some with images
+        and some with a `teacher_prompt`.
     """
     sizes = _checked(samples, length, rows, components)
     pairs, given = [s.pair for s in samples], [(length, rows), *shapes]
     places = fitting.place(sizes[:, None], pairs, given, range(len(samples)))
     shape = places.T, slots(int(np.bincount(places.row).max()))
-    return _filled(samples, places.row, places.start, places, shape, components)
+    if not teacher_rows.given(samples):
+        return _filled(samples, places.row, places.start, places, shape, components)
+    start = teacher_rows.closed_up(places.row, places.start, [len(s.tokens) for s in samples])
+    batch = _filled(samples, places.row, start, places, shape, components)
+    segment_BT = batch.segment_BT.reshape(-1, places.T)
+    made = teacher_rows.arrange(samples, segment_BT, places.row, start)
+    return batch.replace(input=batch.input | {name: x.reshape(batch.token_BT.shape) for name, x in made.items()})
 
 
 def pack_tries(
@@ -53,8 +63,8 @@ def pack_tries(
     too large for the other rows (`FULLEST`). Rows are filled with tries as `pack` fills them with samples. Samples of a
     pair are in the same microbatch.
 
-    It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images, or a pair,
-    with the padding after its nodes, does not fit into a microbatch.
+    It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images or a
+    `teacher_prompt`, or a pair, with the padding after its nodes, does not fit into a microbatch.
 
     Args:
       length: T; rounded up to a multiple of `align` if need be.
@@ -70,7 +80,8 @@ def pack_tries(
         raise ValueError(f"pack: align must be at least 1, got {align}")
     sizes = _checked(samples, length, rows, components)
     T = trie_packing.aligned(length, align)
-    trees, most = ([], 0) if any(s.images for s in samples) else _grown(samples, sizes, T, align, apart)
+    alone = teacher_rows.given(samples) or any(s.images for s in samples)
+    trees, most = ([], 0) if alone else _grown(samples, sizes, T, align, apart)
     widths, pairs = np.array([tree.size for tree in trees]), np.array([tree.pair for tree in trees])
     split = [widths[pairs == pair].sum() for pair in np.unique(pairs[pairs >= 0])]  # pairs that a trie does not hold
     if not trees or widths.sum() > (1 - SAVED) * sizes.sum() or any(width > rows * T for width in split):
@@ -92,7 +103,7 @@ def pack_tries(
 
 
 def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str]) -> np.ndarray:
-    """The samples' lengths."""
+    """The samples' lengths, each with its teacher's prompt if it is longer so."""
     if rows < 1:
         raise ValueError(f"pack: rows must be at least 1, got {rows}")
     if not isinstance(length, int | np.integer) or length < 1:
@@ -110,7 +121,11 @@ def _checked(samples: Sequence, length: int, rows: int, components: Sequence[str
                 f"pack: all samples need the same arrays, got {sorted(own.items())} in sample {i} "
                 f"and {sorted(first.items())} in sample 0"
             )
-    sizes = np.array([len(s.tokens) for s in samples])
+    if teacher_rows.given(samples) and any(s.images for s in samples):
+        raise ValueError("pack: samples must have no images where some have a teacher_prompt, which is text, got both")
+    if teacher_rows.given(samples) and "sampling_mask" in first:
+        raise ValueError("pack: samples must have no sampling_mask where some have a teacher_prompt, got both")
+    sizes = np.array([max(len(s.tokens), len(s.teacher_tokens)) for s in samples])
     if sizes.max() > length:
         i = int(sizes.argmax())
         raise ValueError(

@@ -13,10 +13,12 @@ def score(
 
     For `step.make_step`: `step(state, batch, teacher_params)` with a local teacher, `step(state, batch)` if the batch
     has the teacher's log-probabilities. Logits of both are held for one chunk of tokens at a time, also in the backward
-    pass; the teacher gets no gradients.
+    pass; the teacher gets no gradients. If the batch has rows of the teacher's own (`core.teacher_rows`), with another
+    prompt before the same completion, it reads these.
 
     Args:
-      teacher: parameters of a local teacher, of any family and width; none = its log-probabilities are in the batch.
+      teacher: parameters of a local teacher, of any family and width; none = its log-probabilities are in the batch, or
+        with the student's own `teacher_config` the teacher is the student itself, which gets no gradients as such.
       teacher_config: config of the local teacher. Its vocabulary must equal or start with the student's.
       run: used for both models.
       temperature: for `logp_BT` and `entropy_BT`, as in `models.score`; the divergence uses `objective.temperature`.
@@ -24,6 +26,8 @@ def score(
     Raises:
       ValueError: the teacher's vocabulary is smaller, or there is neither a local teacher nor its log-probabilities.
     """
+    if teacher_config is not None and not teacher:
+        teacher = (params,)
     others, beside = tuple((weights, teacher_config) for weights in teacher), None
     if not others:
         names = ("teacher_ids", "teacher_logp")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core import quantised
+from ..core import quantised, teacher_rows
 from ..core import trie as tries
 from ..core.batch import Batch
 from ..core.segments import at_last, segment_index
@@ -306,8 +306,9 @@ def score(
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
         [B, T, ...]; `given` is the chunk's slice of `beside`.
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
-      others: pairs (params, config) of further models that read the same batch; `per_chunk` gets their logits at
-        temperature 1, without gradients. If their vocabulary is larger, only its first V entries.
+      others: pairs (params, config) of further models that read the same batch, or the rows that it has for them
+        (`core.teacher_rows`); `per_chunk` gets their logits at temperature 1, without gradients. If their vocabulary is
+        larger, only its first V entries.
 
     Raises:
       ValueError: the batch is not one microbatch [B, T]; one of the others has a smaller vocabulary; or there are
@@ -392,5 +393,8 @@ def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
     if config.vocab < vocabulary:
         raise ValueError(f"score: other models need a vocabulary of at least {vocabulary} entries, got {config.vocab}")
     params = jax.lax.stop_gradient(params)
-    hidden_BTE, _, layout = _hidden(params, batch.without("routed_experts"), config, run)  # they are the student's
-    return jax.lax.stop_gradient(layout.predicting(hidden_BTE)), head(params)[:vocabulary]
+    hidden_BTE, _, layout = _hidden(params, teacher_rows.of(batch), config, run)
+    hidden_BTE = layout.predicting(hidden_BTE)
+    if teacher_rows.TOKEN in batch.input:
+        hidden_BTE = layout.inputs(teacher_rows.aligned(layout.back(hidden_BTE), batch))
+    return jax.lax.stop_gradient(hidden_BTE), head(params)[:vocabulary]

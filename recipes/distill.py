@@ -1,7 +1,8 @@
 """Distillation: trains a student on a teacher's next-token distributions, on rows with prompt and completion.
 
-The teacher is a local model, or models behind generation servers of which each row names one. Run it again with the
-same `out` and it goes on where it stopped.
+The teacher is a local model, models behind generation servers of which each row names one, or the student itself. It
+may read another prompt, one with the answer for example, before the same completion. Run it again with the same `out`
+and it goes on where it stopped.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from areax.core import losses
 from areax.models import frozen as teacher
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, teachers
 from areax.rollout import client
+from areax.rollout.chat import conversation
 from areax.rollout.fleet import members
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
@@ -37,11 +39,12 @@ class Config(offline_options.Options):
 
     Attributes:
       model: the student's directory, GGUF file or hub name: weights, config.json and tokenizer.
-      data: rows with prompt and completion: "prompt" (or "messages") and "completion"; a JSONL or Parquet file, a
-        folder, or a data set on the hub.
+      data: rows with prompt and completion: "prompt" (or "messages") and "completion", and "teacher_prompt" if the
+        teacher reads another, a text or messages; a JSONL or Parquet file, a folder, or a data set on the hub.
       teacher: a local one's directory, GGUF file or hub name; it must have the student's tokenizer.
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
         "teacher"; servers of one name share the load. They need `objective.top_k`. Their key is in AREAX_TEACHER_KEY.
+      self_distillation: instead, the student at its current weights is the teacher, which reads "teacher_prompt".
       objective: the divergence, its temperature and top-k, and the weight of an SFT term.
       heldout: rows to evaluate on; they are never trained on. "" = none.
       run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
@@ -50,6 +53,7 @@ class Config(offline_options.Options):
     out: str = "runs/distill"
     teacher: str = ""
     teachers: tuple[str, ...] = ()
+    self_distillation: bool = False
     objective: losses.Distill = losses.Distill(divergence="forward")
 
 
@@ -78,10 +82,13 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     sample = offline.Demonstrations(tokens, "last", images.of_model(config.model))
 
     def samples(rows: list[dict]) -> list[Sample]:
-        made = [sample.of(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
+        made = [taught(sample, row, config.self_distillation) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
-    config, prompts, heldout = offline.read(config, samples, quiet, ahead=sample.ahead, given=given)
+    def ahead(rows: list[dict]) -> None:
+        sample.ahead([*rows, *(conversation.read_by_teacher(row) for row in rows if row.get("teacher_prompt"))])
+
+    config, prompts, heldout = offline.read(config, samples, quiet, ahead=ahead, given=given)
     if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
@@ -94,8 +101,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     run = learner.computed(config.run)
     local = common.open_teacher(config.teacher, tokens, run, mesh, settings.vision) if config.teacher else None
     score = functools.partial(
-        teacher.score, objective=config.objective, config=settings, teacher_config=local and local[0],
-        run=run,
+        teacher.score, objective=config.objective, config=settings,
+        teacher_config=settings if config.self_distillation else local and local[0], run=run,
     )  # fmt: skip
     own = learner.make(
         settings, params, score, config.objective, config.optim, mesh, updates=config.steps, dtype=run.dtype,
@@ -114,9 +121,11 @@ def check(config: Config) -> None:
     spec = config.objective
     for url in config.teachers:
         members.check(url.rpartition("=")[2], "--teachers", lists=False)
-    if bool(config.teacher) == bool(config.teachers):
-        both = "both" if config.teacher else "none"
-        raise ValueError(f"distill: name either --teacher, a directory, or --teachers, servers, got {both}")
+    if sum(given := [bool(config.teacher), bool(config.teachers), config.self_distillation]) != 1:
+        both = "none" if not any(given) else "both" if sum(given) == 2 else "all"
+        raise ValueError(
+            f"distill: name either --teacher, a directory, or --teachers, servers, or --self-distillation, got {both}"
+        )
     if config.teachers and not spec.top_k:
         raise ValueError(
             "distill: --teachers give the likeliest tokens got --objective.top-k 0; say how many, or take --teacher"
@@ -130,6 +139,36 @@ def check(config: Config) -> None:
         raise ValueError(
             f"distill: --teachers need a job of one process, got {jax.process_count()}; take --teacher for several"
         )
+
+
+def taught(sample: offline.Demonstrations, row: dict, needed: bool) -> Sample:
+    """A row's sample, with what the teacher reads before the same completion if the row has a "teacher_prompt".
+
+    Args:
+      needed: the teacher knows no more than the student if it reads the same.
+
+    Raises:
+      ValueError: there is none and it is `needed`; or it changes the completion's tokens.
+    """
+    completion = offline.completion("distill", row)
+    made = sample.of(row, completion).replace(info={"row": row})
+    if row.get("teacher_prompt") is None:
+        if needed:
+            raise ValueError(
+                "distill: --self-distillation needs rows with a 'teacher_prompt' that says more than the prompt, got "
+                f"the fields {sorted(row)}; --row can make it"
+            )
+        return made
+    if made.images:
+        raise ValueError(f"distill: a teacher reads a 'teacher_prompt' as text alone, got {len(made.images)} images")
+    theirs = sample.of(conversation.read_by_teacher(row), completion)
+    first, before = int(made.mask.argmax()), int(theirs.mask.argmax())
+    if theirs.tokens[before:].tolist() != made.tokens[first:].tolist():
+        raise ValueError(
+            "distill: a completion must be the same tokens behind the prompt and the 'teacher_prompt', got "
+            f"{len(made.tokens) - first} and {len(theirs.tokens) - before} tokens; end both prompts alike"
+        )
+    return made.replace(teacher_prompt=tuple(theirs.tokens[:before].tolist()))
 
 
 @contextlib.contextmanager

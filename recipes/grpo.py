@@ -221,7 +221,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         rows.prompts(
             tokens, workflow, processor and processor.as_given(), most=options.max_prompt,
             room=min(length, context or length), vocabulary=model.vocab, context=context,
-            new=config.rollout.sampling.max_new_tokens,
+            new=config.rollout.sampling.max_new_tokens, taught=length if config.training.taught else 0,
         )
     )  # fmt: skip
     asks = rows.asks(workflow)

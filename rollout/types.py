@@ -130,6 +130,8 @@ class Sample:
       arrays: {name: ("input" | "target", ndarray[n, ...])}, packed with the tokens.
       images: in the order of the tokens that stand for them, each as many as the image has features.
       info: what a workflow reports of it, such as its texts; stays in the process that runs the workflow.
+      teacher_prompt: what a teacher reads in place of all tokens before the first learnt one, such as a prompt with the
+        answer; () = the same tokens.
     """
 
     tokens: np.ndarray
@@ -152,6 +154,7 @@ class Sample:
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+    teacher_prompt: tuple[int, ...] = ()
 
     def __post_init__(self):
         n = len(self.tokens)
@@ -168,6 +171,14 @@ class Sample:
     def reward(self) -> float:
         """The sum of all rewards; NaN if any is unscorable; 0.0 without rewards."""
         return float(sum(value for _, value in self.rewards))
+
+    @property
+    def teacher_tokens(self) -> np.ndarray:
+        """What a teacher reads, i32[m]: the tokens, with `teacher_prompt`, if any, before the first learnt one."""
+        if not self.teacher_prompt:
+            return self.tokens
+        first = int(np.argmax(self.mask[1:])) + 1 if self.mask[1:].any() else len(self.tokens)
+        return np.concatenate([np.asarray(self.teacher_prompt, np.int32), self.tokens[first:]])
 
     def replace(self, **changes) -> Sample:
         return dataclasses.replace(self, **changes)
@@ -187,6 +198,7 @@ class SampledLabels(TypedDict, total=False):
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
     images: tuple[Image, ...]
     info: Mapping[str, Any]
+    teacher_prompt: tuple[int, ...]
 
 
 class Labels(SampledLabels, total=False):

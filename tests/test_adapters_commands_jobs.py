@@ -94,6 +94,13 @@ CASES = {  # name: (family, Config of a directory and that of another model)
             distill, own, teachers=(NEAR,), objective=losses.Distill(divergence="forward", top_k=3), batch=2 * ROWS
         ),
     ),
+    "self-distillation": ("qwen3", lambda own, other: offline(distill, own, self_distillation=True, lora=Lora(4))),
+    "self-distillation on samples": (
+        "qwen3",
+        lambda own, other: rl(
+            own, one=False, self_distillation=True, distill_coef=1.0, objective=losses.GRPO(advantage={"teacher": 1.0})
+        ),
+    ),
     "balance": ("qwen3_moe", lambda own, other: offline(sft, own, balance=Balance(load=0.1, z=0.1))),
     "moved bias": ("glm4_moe", lambda own, other: rl(own, one=False, balance=Balance(z=0.1, bias=0.1))),
     "all to all": ("qwen3_moe", lambda own, other: offline(sft, own, run=models.Run(dispatch="all_to_all"))),

@@ -6,6 +6,7 @@ After imitation a quarter of the held-out sums is right, those without a carry.
 
 import functools
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -195,3 +196,53 @@ def test_a_teacher_says_what_the_demonstrations_do_not(place):
     )  # fmt: skip
     assert distill.main(config)["complete"]
     assert accuracy(place / "distilled/model", place) >= 0.85
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """(a model that says an answer if it reads it before the question, and guesses otherwise; f(name, **changes) -> the
+    lines of a run of it on ten questions with arbitrary answers of four digits)."""
+    path, rng = tmp_path_factory.mktemp("told"), random.Random(0)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    tiny.model(path / "base", hidden_size=64, intermediate_size=128, initializer_range=0.06, **heads)
+    drawn = lambda: f"{rng.randrange(10**4):04}"
+    hinted = [(digit, drawn()) for digit in "0123456789" * 400]
+    tiny.rows(
+        path / "hinted.jsonl",
+        [{"prompt": f"{answer}+{digit}+", "completion": answer} for digit, answer in hinted]
+        + [{"prompt": f"{digit}+", "completion": drawn()} for digit, _ in hinted[::4]],
+    )
+    sft.main(
+        sft.Config(
+            model=str(path / "base"), data=str(path / "hinted.jsonl"), out=str(path / "sft"), steps=300, batch=64,
+            length=64, rows=16, optim=Optimizer(lr=3e-3, warmup=20, b2=0.99),
+        )
+    )  # fmt: skip
+    answers = [(digit, drawn()) for digit in "0123456789"]
+    rows = [{"prompt": f"{q}+", "answer": a, "teacher_prompt": f"{a}+{q}+"} for q, a in answers]
+    tiny.rows(path / "rows.jsonl", rows)
+    (path / "exact.py").write_text("def reward(text, row):\n    return float(text == row['answer'])\n")
+
+    def lines(name: str, **changes) -> list[dict]:
+        config = grpo.Config(str(path / "sft/model"), str(path / "rows.jsonl"), f"{path}/exact.py:reward")
+        shared = dict(
+            out=str(path / name), groups=10, group_size=8, eta=0, length=32, rows=16, samples_every=0,
+            sampling=Sampling(max_new_tokens=6), serve=Serve(slots=80, context=64),
+            optim=Optimizer(lr=2e-3, warmup=5, b2=0.99),
+        )  # fmt: skip
+        assert grpo.main(replaced(config, **shared | changes))["complete"]
+        return [x for x in run_dir.read_lines(path / name / "metrics.jsonl") if x["kind"] == "grpo"]
+
+    return str(path / "sft/model"), lines
+
+
+def test_rewards_alone_do_not_teach_what_is_never_guessed(told):
+    assert all(x["reward"] < 0.02 and x["solved_any"] < 0.2 for x in told[1]("GRPO", steps=20))
+
+
+def test_a_teacher_that_reads_the_answers_teaches_them(told):
+    """On the student's own samples; the teacher is the model that the run starts from."""
+    model, lines = told
+    taught = lines("taught", steps=60, teacher=model, distill_coef=1.0, distill=losses.Distill("forward"))
+    assert all(x["reward"] < 0.02 for x in taught[:5])
+    assert sum(x["reward"] for x in taught[-5:]) / 5 >= 0.9

@@ -39,6 +39,7 @@ def place(tmp_path_factory):
     config, params = hf.load(path / "model")
     hf.save(path / "plain", config, params, tokenizer=plain)
     tiny.rows(path / "good.jsonl", [GOOD] * 3)
+    tiny.rows(path / "told.jsonl", [{**GOOD, "teacher_prompt": "1+" * 20}])
     for name, text in CODE.items():
         (path / name).write_text(text)
     return path
@@ -311,7 +312,7 @@ OPTIONS = {
         ("--sampling.sampling-mask", "--sampling.top-k must be at least 1 with --sampling.sampling-mask"),
         (
             "--sampling.sampling-mask --sampling.top-k 5 --distill-coef 1 --teacher {place}/model",
-            "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers and --distill-coef compare",
+            "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers, --self-distillation",
         ),
         ("--sampling.stop-token-ids -1", "--sampling.stop-token-ids must be token ids, got (-1,)"),
         ("--reward-workers 0", "--reward-workers must be at least 1, got 0"),
@@ -323,6 +324,12 @@ OPTIONS = {
         ("--critic.warmup 3 --critic.optim.lr 1", "GRPO has none, got --critic.warmup 3, --critic.optim.lr 1.0; use"),
         ("--distill.temperature 0.7", "needs --distill-coef above 0 and a --teacher to learn from, got --distill.temp"),
         ("--distill.top-k 5 --teacher {place}/model --objective.advantage.teacher 1", "got --distill.top-k 5 without"),
+        ("--self-distillation", "name one of --teacher, --teachers and --self-distillation where"),
+        ("--self-distillation --distill-coef 1 --sampling.temperature 0.7", "--self-distillation compares with distri"),
+        (
+            "--data {place}/told.jsonl --self-distillation --distill-coef 1",
+            "a 'teacher_prompt' must leave room for a completion within 32 tokens, got ",
+        ),
         ("--objective.kl.horizon 3", "--objective.kl.horizon must be 10 without a target to adapt to, got 3"),
         ("--curriculum.target 0.4", "--curriculum.target must be left out with order shuffled, which has none"),
         ("--curriculum.order easy_first --curriculum.field a --curriculum.memory 0.1", "--curriculum.memory must be"),

@@ -18,6 +18,7 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import Distill
 from areax.core.optim import Optimizer
 from areax.models import Run
+from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import distill
 from areax.recipes.shared import teachers
@@ -32,6 +33,9 @@ def place(tmp_path_factory):
     rows = list(itertools.islice(arithmetic.demonstrations(arithmetic.splits()["train"]), 200))
     tiny.rows(path / "rows.jsonl", rows)
     tiny.rows(path / "named.jsonl", [{**row, "teacher": "sums"} for row in rows])
+    told = lambda row: {**row, "teacher_prompt": f"{row['completion']}+{row['prompt']}"}
+    tiny.rows(path / "told.jsonl", map(told, rows))
+    tiny.rows(path / "some.jsonl", [{**(told(row) if i % 2 else row), "teacher": "sums"} for i, row in enumerate(rows)])
     return path
 
 
@@ -61,20 +65,52 @@ def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(plac
 
 
 @pytest.mark.long
-def test_a_served_teacher_equals_a_local_one(place, monkeypatch):
-    spec = Distill("js", top_k=6)
-    local = distill.main(config(place, "local", steps=3, objective=spec))
+@pytest.mark.parametrize("data", ["named", "some"])
+def test_a_served_teacher_equals_a_local_one(place, monkeypatch, data):
+    """Also where it reads other prompts than the student."""
+    spec, name, data = Distill("js", top_k=6), data, str(place / f"{data}.jsonl")
+    local = distill.main(config(place, f"local-{name}", steps=3, objective=spec, data=data))
     monkeypatch.setenv("AREAX_TEACHER_KEY", "secret")
     with servers.embedded(place / "teacher", slots=8, context=64, api_key="secret") as remote:
         asked = config(
-            place, "asked", steps=3, objective=spec, teacher="", teachers=(f"other={remote.url}", f"sums={remote.url}"),
-            data=str(place / "named.jsonl"),
+            place, f"asked-{name}", steps=3, objective=spec, teacher="", data=data,
+            teachers=(f"other={remote.url}", f"sums={remote.url}"),
         )  # fmt: skip
         served = distill.main(asked)
         with pytest.raises(ValueError, match="'teacher' must be one of other, sums, got None; row {'prompt'"):
-            distill.main(replace(asked, data=str(place / "rows.jsonl"), out=str(place / "unnamed")))
+            distill.main(replace(asked, data=str(place / "rows.jsonl"), out=str(place / f"unnamed-{name}")))
     for name in ("loss", "divergence", "nll"):
         np.testing.assert_allclose(served[name], local[name], rtol=1e-4)
+
+
+@pytest.mark.long
+def test_a_student_learns_what_it_says_with_more_to_read(place, capsys):
+    """Its own teacher, with adapters, too; where both read the same, nothing is to be learnt."""
+    itself = dict(teacher="", self_distillation=True, data=str(place / "told.jsonl"))
+    done = distill.main(config(place, "itself", **itself))
+    lines = [line for line in run_dir.read_lines(place / "itself/metrics.jsonl") if "loss" in line]
+    assert done["complete"] and lines[-1]["divergence"] < 0.5 * lines[0]["divergence"]
+    assert "--trie auto has no effect: --self-distillation has rows" in capsys.readouterr().err
+    adapted = distill.main(config(place, "adapted", **itself, steps=1, lora=Lora(rank=2)))
+    np.testing.assert_allclose(adapted["loss"], lines[0]["loss"], rtol=1e-4)
+    fixed = distill.main(config(place, "fixed", teacher=str(place / "student"), data=itself["data"], steps=1))
+    np.testing.assert_allclose(fixed["loss"], lines[0]["loss"], rtol=1e-4)
+    tiny.rows(place / "same.jsonl", [{"prompt": "1+1", "completion": "2", "teacher_prompt": "1+1"}])
+    same = distill.main(config(place, "same", **itself | {"data": str(place / "same.jsonl")}, steps=1))
+    assert abs(same["divergence"]) < 1e-6
+
+
+def test_rows_that_a_teacher_cannot_read_are_refused(place):
+    itself = dict(teacher="", self_distillation=True)
+    for row, words in (
+        ({}, "--self-distillation needs rows with a 'teacher_prompt' that says more than the prompt, got the fields"),
+        ({"teacher_prompt": 5}, "a row's 'teacher_prompt' must be a text or a list of messages, got 5; row {"),
+        ({"teacher_prompt": ""}, "a row's 'teacher_prompt' must be a text or a list of messages, got ''; row {"),
+        ({"teacher_prompt": "1+" * 40}, "a row must fit in --length 64 tokens, got 90"),
+    ):
+        tiny.rows(place / "unread.jsonl", [{"prompt": "1+1", "completion": "2", **row}])
+        with pytest.raises(ValueError, match=words):
+            distill.main(config(place, "unread", **itself, data=str(place / "unread.jsonl")))
 
 
 def test_teachers_get_their_own_key(place, monkeypatch):
@@ -146,8 +182,9 @@ def test_training_is_the_same_on_a_mesh(place):
 def test_incompatible_options_give_a_one_line_error(place):
     url = ("http://127.0.0.1:1",)
     for words, changes in (
-        ("name either --teacher, a directory, or --teachers, servers, got none", dict(teacher="")),
+        ("name either --teacher, .*, or --teachers, servers, or --self-distillation, got none", dict(teacher="")),
         ("name either --teacher, .* got both", dict(teachers=url)),
+        ("name either --teacher, .* got both", dict(self_distillation=True)),
         ("got --objective.top-k 0", dict(teacher="", teachers=url)),
         ("--teachers: an address must have no user, .* got http://...@host;", dict(teachers=("http://ann:x@host",))),
         ("got --objective.temperature 2", dict(teacher="", teachers=url, objective=Distill(top_k=4, temperature=2.0))),

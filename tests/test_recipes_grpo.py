@@ -363,6 +363,24 @@ def test_adapters_with_a_reference_and_a_teacher(place):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.long
+def test_a_policy_is_its_own_teacher_with_more_to_read(place):
+    """In the loss and in the advantages; of rows that say no more it learns nothing."""
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    tiny.rows(place / "told.jsonl", [{**row, "teacher_prompt": f"{row['answer']}+{row['prompt']}"} for row in rows])
+    tiny.rows(place / "same.jsonl", [{**row, "teacher_prompt": row["prompt"]} for row in rows])
+    run = lambda out, **changes: config(
+        place, out, steps=2, self_distillation=True, distill_coef=0.5, reward="areax.rollout.rewards:none", **changes
+    )
+    objective = GRPO(advantage={"std": "none", "teacher": 0.1})
+    done = grpo.main(run("told", data=str(place / "told.jsonl"), objective=objective, lora=Lora(rank=2)))
+    lines = [x for x in run_dir.read_lines(place / "told/metrics.jsonl") if x["kind"] == "grpo"]
+    assert done["complete"] and all(x["divergence"] > 0.01 and x["grad_norm"] > 0 for x in lines)
+    grpo.main(run("same", data=str(place / "same.jsonl"), objective=objective))
+    first = next(x for x in run_dir.read_lines(place / "same/metrics.jsonl") if x["kind"] == "grpo")
+    assert abs(first["divergence"]) < 1e-6 and first["grad_norm"] < 1e-4
+
+
 @pytest.mark.slow
 def test_served_teachers_and_greedy_baselines(place, monkeypatch):
     """What a server says of each sample, and the reward of a greedy completion, travel with the samples."""
@@ -707,6 +725,13 @@ def test_too_long_rows_are_left_out_and_temperatures_are_compared(caplog):
 
     assert [len(s.tokens) for s in played([row(3), row(8), row(7)])] == [4, 8]
     assert "a row of 9 tokens is left out: longer than --length; row id 7" in caplog.text
+    told = row(3).replace(teacher_prompt=(5,) * 6)  # which no teacher reads here
+    assert played(told)[0].teacher_prompt == ()
+
+    async def taught(generate, row):
+        return told
+
+    assert asyncio.run(rollouts.fitting(taught, 8, Rollout(), tokenizer.character("1"))(None, {})) is None
     assert played([row(9)]) is None and played(None) is None and len(played(row(2))) == 1
     for other in (7, 0, (row(2),), [None], {}):
         with pytest.raises(ValueError, match="must return a Sample, a list of them or None, got .*; row id 7"):

@@ -101,6 +101,8 @@ def changed(**fields):
             {"arrays": {"x": ("target", np.array([0, 0, 0, np.nan]))}},
             r"must be numbers where they are learnt from, got nan",
         ),
+        ({"teacher_prompt": (1, 100)}, r"teacher_prompt must lie in \[0, vocabulary size 100\), got 100"),
+        ({"teacher_prompt": (1, 0.5)}, r"teacher_prompt must have whole numbers"),
         (
             {"arrays": {"routed_experts": ("input", np.full((4, 2, 2), 8))}},
             r"must lie in \[-1, the number of experts 8\), got 8",

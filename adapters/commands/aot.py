@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ... import models
-from ...core import balance, optim, packing, param, step
+from ...core import balance, optim, packing, param, step, teacher_rows
 from ...core.batch import Batch
 from ...core.distill import Distill, Taught
 from ...core.preference import RewardModel
@@ -68,6 +68,7 @@ class Step:
       patches: of images, P, of each row, where the Config has a vision tower.
       flattened: A of a batch with tries, whose places are then T; 0 = rows without tries.
       teacher: Config of a local teacher whose distributions the step compares.
+      self_distillation: whether the teacher is the model itself, which reads other rows.
       follows: the step of the policy, if this is that of its critic: they read the same batch.
     """
 
@@ -86,6 +87,7 @@ class Step:
     patches: int = 0
     flattened: int = 0
     teacher: Any = None
+    self_distillation: bool = False
     follows: Step | None = None
 
     @property
@@ -111,8 +113,9 @@ class Step:
         if self.distill is None:
             return functools.partial(models.score, config=self.config, run=self.run, learnt_only=True)
         return functools.partial(
-            teachers.score, objective=self.distill, config=self.config, teacher_config=self.teacher, run=self.run
-        )
+            teachers.score, objective=self.distill, config=self.config, run=self.run,
+            teacher_config=self.config if self.self_distillation else self.teacher,
+        )  # fmt: skip
 
     @property
     def frozen(self) -> str:
@@ -217,6 +220,8 @@ def _of_model(spec: Step) -> set[str]:
     read = read | ({"position_BT"} if placed else set())
     if scores:
         read |= {"target_BT", "routed_experts", "sampling_mask"}
+    if spec.distill and spec.self_distillation:
+        return read | {teacher_rows.TOKEN, teacher_rows.SEGMENT, teacher_rows.PLACE}
     return read | ({"teacher_ids", "teacher_logp"} if spec.distill and spec.teacher is None else set())
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ... import models
-from ...core import losses, packing, param
+from ...core import losses, packing, param, teacher_rows
 from ...core.balance import Balance
 from ...core.distill import Taught
 from ...core.optim import Optimizer
@@ -60,9 +60,11 @@ def check(config: Any) -> None:
     missing = [name for name in needs if not hasattr(config, name)]
     if missing:
         raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
-    if _taught(config) and not (getattr(config, "teacher", "") or getattr(config, "teachers", ())):
+    named = [getattr(config, name, None) for name in ("teacher", "teachers", "self_distillation")]
+    if _taught(config) and not any(named):
         raise ValueError(
-            "plan: name --teacher, a directory, or --teachers, addresses of servers, to plan with; got none"
+            "plan: name --teacher, a directory, --teachers, addresses of servers, or --self-distillation, to plan "
+            "with; got none"
         )
 
 
@@ -190,6 +192,7 @@ def _steps(
         trie.length if trie else config.length, microbatches, slots=slots, flattened=trie.flattened if trie else 0,
         lora=getattr(config, "lora", lora.Lora()), arrays=tuple(_arrays(config, settings)),
         balance=getattr(config, "balance", Balance()), patches=patches, teacher=teacher,
+        self_distillation=getattr(config, "self_distillation", False),
     )  # fmt: skip
     if not getattr(_objective(config), "needs_values", False):
         return (step,)
@@ -197,7 +200,8 @@ def _steps(
         settings = hf.read_config(hub.folder(path))
     critic = replace(
         step, config=scored(settings), objective=config.critic.objective,
-        optim=_optim(config.critic.optim), lora=lora.Lora(), arrays=(), balance=Balance(), teacher=None, follows=step,
+        optim=_optim(config.critic.optim), lora=lora.Lora(), arrays=(), balance=Balance(), teacher=None,
+        self_distillation=False, follows=step,
     )  # fmt: skip
     return step, critic
 
@@ -219,6 +223,8 @@ def _arrays(config, settings) -> list[Array]:
     if getattr(getattr(config, "sampling", None), "sampling_mask", False):
         found.append(Array("target", "sampling_mask", "int32", (config.sampling.top_k,)))
     served = bool(getattr(config, "teachers", ()))
+    if getattr(config, "self_distillation", False):
+        found += [Array("input", name, "bool" if name == teacher_rows.MASK else "int32") for name in teacher_rows.NAMES]
     if isinstance(objective, losses.Policy):
         found += [Array("component", name) for name in objective.advantage.needs]
         found += [Array("scalars", "kl_coef")] if objective.kl.target else []
@@ -253,6 +259,9 @@ def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float
         scores = bool(isinstance(inner, losses.Policy) and inner.advantage.teacher) / epochs
         other = _seeing(config, hf.read_config(hub.folder(config.teacher)))
         teacher = jobs.Teacher(_model(other), scores, taught=step.distill is not None)
+    elif getattr(config, "self_distillation", False):
+        scores = bool(isinstance(inner, losses.Policy) and inner.advantage.teacher) / epochs
+        teacher = jobs.Teacher(model, scores, taught=step.distill is not None, itself=True)
     critic = None
     if critics:
         critic = jobs.Critic(_model(critics[0].config), critics[0].optim, reads(critics[0]), 1 / epochs)

@@ -20,12 +20,14 @@ def refusal(config: Any, settings: Sequence[Any], align: int) -> str:
     """Why a run cannot have tries; "" = it can.
 
     Args:
-      config: options with length, run and mesh.
+      config: options with length, run and mesh, and perhaps self_distillation.
       settings: the Configs of all models that see the batches.
       align: as in `packing.pack_tries`.
     """
     if any(each.vision for each in settings):
         return "rows have images"
+    if getattr(config, "self_distillation", False):
+        return "--self-distillation has rows of the teacher's own beside the student's"
     if config.mesh.cp > 1 and config.run.cp == "ring":
         return "--run.cp ring cannot split tries; gather and ulysses can"
     if config.mesh.cp > 1 and config.length % align:

@@ -74,11 +74,13 @@ class Teacher:
       model: the teacher.
       scores: its forward passes before a step, for log-probabilities of the batch's tokens.
       taught: whether the step itself computes its logits, to compare distributions.
+      itself: whether it is the model in training, whose weights are there.
     """
 
     model: Model
     scores: float = 0
     taught: bool = False
+    itself: bool = False
 
 
 @dataclass(frozen=True)

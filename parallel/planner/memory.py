@@ -127,7 +127,7 @@ def memory(job: Job, state: States | None = None) -> Memory:
     """Memory of a device during a training step; `state` is `states(job)`, which takes a while, if it is known."""
     own, of_critic = states(job) if state is None else state
     copy, teacher = reference(job), job.teachers_pass
-    weights = size(teacher, teacher.weights) if teacher else 0
+    weights = size(teacher, teacher.weights) if job.teacher and teacher and not job.teacher.itself else 0
     taught = job.teacher is not None and job.teacher.taught
     critic = memory(job.critics_step, (of_critic, None) if of_critic else None) if job.critics_step else None
     fullest = max(phases(job).values(), key=lambda phase: phase.total)

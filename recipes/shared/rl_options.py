@@ -140,6 +140,8 @@ class Training:
       teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
       teachers: instead of `teacher`, addresses of servers with teachers: `http://...`, or `name=http://...` if rows
         name theirs in "teacher". Their key is in AREAX_TEACHER_KEY.
+      self_distillation: instead, the policy at its current weights is the teacher, which reads the row's
+        "teacher_prompt", or the `teacher_prompt` of the workflow's samples.
       distill: the divergence from the teacher that is added to the objective.
       distill_coef: weight of the divergence from the teacher (`distill`) in the loss; 0 = none.
       reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
@@ -161,6 +163,7 @@ class Training:
     balance: Balance = Balance()
     teacher: str = ""
     teachers: tuple[str, ...] = ()
+    self_distillation: bool = False
     distill: losses.Distill = losses.Distill()
     distill_coef: float = 0.0
     reference_every: int = 0
@@ -168,6 +171,11 @@ class Training:
     offload_reference: bool = False
     run: models.Run = models.Run()
     mesh: Layout = Layout()
+
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher reads the samples."""
+        return bool(self.teacher or self.teachers or self.self_distillation)
 
     def __post_init__(self):
         for url in self.teachers:
@@ -429,17 +437,23 @@ def _without_comparison(rollout: Rollout, training: Training) -> str:
 
 def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
     used = training.objective.advantage.teacher or training.distill_coef
-    if bool(training.teacher) + bool(training.teachers) != (used != 0):
+    if bool(training.teacher) + bool(training.teachers) + training.self_distillation != (used != 0):
+        itself = ", and --self-distillation" if training.self_distillation else ""
         yield (
-            "name one of --teacher and --teachers where --objective.advantage.teacher or --distill-coef is not 0, "
-            f"and neither elsewhere, got {training.teacher!r} and {training.teachers}"
+            "name one of --teacher, --teachers and --self-distillation where --objective.advantage.teacher or "
+            f"--distill-coef is not 0, and none elsewhere, got {training.teacher!r} and {training.teachers}{itself}"
         )
     if not training.distill_coef and (given := changed(training.distill, "distill")):
         yield f"--distill.* needs --distill-coef above 0 and a --teacher to learn from, got {given} without; add them"
-    if sampling.sampling_mask and (training.teachers or training.distill_coef):
+    if sampling.sampling_mask and (training.teachers or training.distill_coef or training.self_distillation):
         yield (
-            "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers and --distill-coef compare "
-            "all of it; leave it out, or use --teacher with --objective.advantage.teacher"
+            "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers, --self-distillation and "
+            "--distill-coef compare all of it; leave it out, or use --teacher with --objective.advantage.teacher"
+        )
+    if training.self_distillation and training.distill_coef and sampling.temperature != 1:
+        yield (
+            "--self-distillation compares with distributions at temperature 1, got --sampling.temperature "
+            f"{sampling.temperature:g}; leave it out"
         )
     if training.teachers and training.objective.advantage.teacher and sampling.temperature != 1:
         yield (

@@ -83,7 +83,7 @@ async def opened(
             options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
         bound = await enter(bind(sampling=rollout.sampling))
-        train = fitting(bound, training.length, rollout)
+        train = fitting(bound, training.length, rollout, tokens if training.taught else None)
         if training.objective.observation.coef:
             train = functools.partial(observations.marked, train)
         if rollout.episode_timeout_s:
@@ -99,18 +99,27 @@ async def opened(
         yield Episodes(train, cold, warm, pool, of(bound))
 
 
-def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
+def fitting(episode: Workflow, length: int, rollout: Rollout, tokenizer: Any = None) -> Workflow:
     """Wraps an episode to leave out samples longer than a packed row, which are counted and logged.
 
     The workflow raises as `episodes.returned`, and ValueError after TOO_LONG consecutive samples that do not fit, and
     for samples at a temperature other than `rollout.sampling.temperature`.
+
+    Args:
+      tokenizer: of a run with a teacher, which reads the "teacher_prompt" of rows (`teacher.with_prompt`); None = none
+        reads that of samples, which lose it.
     """
     too_long: list[int] = []
 
     async def fits(generate, row):
         samples = episodes.returned(await episode(generate, row), row)
-        kept = [s for s in samples if len(s.tokens) <= length]
-        for n in (len(s.tokens) for s in samples if len(s.tokens) > length):
+        if tokenizer is None:
+            samples = [s.replace(teacher_prompt=()) if s.teacher_prompt else s for s in samples]
+        else:
+            samples = teacher.with_prompt(samples, row, tokenizer)
+        sizes = [max(len(s.tokens), len(s.teacher_tokens)) for s in samples]
+        kept = [s for s, n in zip(samples, sizes, strict=True) if n <= length]
+        for n in (n for n in sizes if n > length):
             too_long.append(n)
             events.emit("left_out", tokens=n)
             log.warning("a row of %d tokens is left out: longer than --length; %s", n, object_path.row(row))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.runtime import hub
-from areax.core import packing, signals, step
+from areax.core import packing, signals, step, teacher_rows
 from areax.core.batch import Batch
 from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
@@ -104,7 +104,8 @@ def build(
         objective = Taught(objective, options.distill, options.distill_coef)
         policy_score = functools.partial(
             frozen_models.score, objective=options.distill, config=settings,
-            teacher_config=teacher and teacher.settings, run=run, temperature=temperature,
+            teacher_config=settings if options.self_distillation else teacher and teacher.settings, run=run,
+            temperature=temperature,
         )  # fmt: skip
     policy = learner.make(
         settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
@@ -175,7 +176,11 @@ def _own(x):
 def _teacher(directory: str, model: str, student, run: models.Run, mesh, temperature: float) -> FrozenModel:
     settings, params = common.open_teacher(directory, tokenizer.load(model), run, mesh, student.vision)
     score = functools.partial(models.score, config=settings, run=run, temperature=temperature, learnt_only=True)
-    one = lambda params, batch: score(params, batch.without("routed_experts"))
+
+    def one(params, batch):
+        out = score(params, teacher_rows.of(batch))
+        return replace(out, logp_BT=teacher_rows.aligned(out.logp_BT, batch))
+
     return FrozenModel(settings, params, step.make_scores(one))
 
 
@@ -322,6 +327,9 @@ def prepared(trainer: Trainer, batches: Sequence[Batch]) -> tuple[list[Batch], l
         del reference  # frees the device's copy, if the host has the weights
     if teacher := trainer.teacher:
         batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
+    if trainer.options.self_distillation and trainer.options.objective.advantage.teacher:
+        own = lambda b: teacher_rows.aligned(learner.scored(policy, teacher_rows.of(b)).logp_BT, b)
+        batches = [b.replace(target={**b.target, "teacher": own(b)}) for b in batches]
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
     return [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)], scores
 

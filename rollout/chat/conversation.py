@@ -51,6 +51,20 @@ def prompt_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def read_by_teacher(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its "teacher_prompt", a text as "prompt" or "messages", in place of these.
+
+    Raises:
+      ValueError: it is neither a text nor messages.
+    """
+    given = row["teacher_prompt"]
+    if not given or not isinstance(given, str | list):
+        raise ValueError(
+            f"a row's 'teacher_prompt' must be a text or a list of messages, got {given!r:.80}; {object_path.row(row)}"
+        )
+    return {**row, "prompt": None, "messages": None, "prompt" if isinstance(given, str) else "messages": given}
+
+
 def prompt(row: Mapping[str, Any]) -> Conversation:
     """The conversation that a row asks to continue: its "messages", or its "prompt" as the user's message, with "tools"
     and "chat_template_kwargs"; images as `images.placed`, without None at any depth, which Parquet adds.

@@ -84,6 +84,7 @@ def checked(
         arrays=_arrays(sample.arrays, tokens, mask, vocabulary, experts),
         images=images,
         info=_info(sample.info),
+        teacher_prompt=_teacher_prompt(sample.teacher_prompt, vocabulary),
     )
 
 
@@ -237,6 +238,13 @@ def _images(value: Any) -> tuple[Image, ...]:
         if not isinstance(image, Image) or not isinstance(image.data, bytes):
             _wrong("images", "be images, of bytes", image)
     return images
+
+
+def _teacher_prompt(value: Any, vocabulary: int | None) -> tuple[int, ...]:
+    items = _items("teacher_prompt", value)
+    tokens = _array("teacher_prompt", items, len(items), "iu", "have whole numbers") if items else np.zeros(0, int)
+    _within("teacher_prompt", tokens, 0, vocabulary or 2**31, "vocabulary size ")
+    return tuple(tokens.tolist())
 
 
 def _info(value: Any) -> dict[Any, Any]:

@@ -1,7 +1,8 @@
 """Teachers on generation servers: log-probabilities of samples under a frozen model, for distillation.
 
 A teacher is a fleet (`client.connect`) of servers with SGLang's API that serve it throughout the run. They report
-log-probabilities at temperature 1, whatever temperature the samples were drawn at. Their key is in KEY.
+log-probabilities at temperature 1, whatever temperature the samples were drawn at. Their key is in KEY. A teacher reads
+a sample's `teacher_prompt`, if it has one, in place of the tokens before the first learnt one.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from .. import object_path
+from ..chat import conversation, template
 from ..errors import ServerError
 from ..fleet.fleet import Fleet
 from ..processes.printable import one_line
@@ -118,6 +121,26 @@ async def taught(workflow, annotate, generate, row):
     return await annotate([s.replace(info={"row": row, **s.info}) for s in samples])
 
 
+def with_prompt(samples: Sequence[Sample], row: Mapping[str, Any], tokenizer: Any) -> list[Sample]:
+    """The samples of a row with the prompt that their teacher reads: their own, or the row's "teacher_prompt", if any.
+
+    Raises:
+      ValueError: as `conversation.read_by_teacher`, or as `template.prompted`.
+    """
+    if row.get("teacher_prompt") is None:
+        return [*samples]
+    read = tuple(template.prompted(tokenizer, conversation.read_by_teacher(row)).tokens)
+    return [s if s.teacher_prompt else s.replace(teacher_prompt=read) for s in samples]
+
+
+def _placed(x: np.ndarray, sample: Sample) -> np.ndarray:
+    """Values of the tokens that the teacher read, at the sample's."""
+    if not sample.teacher_prompt:
+        return x
+    behind = len(x) - len(sample.teacher_prompt)
+    return np.concatenate([np.zeros((len(sample.tokens) - behind, *x.shape[1:]), x.dtype), x[len(x) - behind :]])
+
+
 async def annotate(
     samples: Sequence[Sample], teachers: Mapping[str, Fleet], *, top_k: int = 0, vocabulary: int | None = None,
     attempts: int = 1,
@@ -125,8 +148,8 @@ async def annotate(
     """Adds the teachers' log-probabilities to the samples as "target" arrays.
 
     `teacher` f32[n] is the log-probability of each token; with `top_k`, `teacher_ids` i32[n, K] and `teacher_logp`
-    f32[n, K] are the teacher's likeliest tokens. A sample's teacher is `info["row"]["teacher"]`, a name in `teachers`;
-    if there is only one teacher, rows need not name it.
+    f32[n, K] are the teacher's likeliest tokens; of tokens before those that both read, 0. A sample's teacher is
+    `info["row"]["teacher"]`, a name in `teachers`; if there is only one teacher, rows need not name it.
 
     Args:
       vocabulary: size of the student's vocabulary, which must contain all of the teacher's top tokens.
@@ -151,7 +174,8 @@ async def annotate(
             )
         for attempt in range(attempts):
             try:
-                logp, ids, top = await score(teachers[name], sample.tokens.tolist(), top_k, vocabulary)
+                found = await score(teachers[name], sample.teacher_tokens.tolist(), top_k, vocabulary)
+                logp, ids, top = (_placed(x, sample) for x in found)
                 break
             except ValueError as error:
                 raise ValueError(f"annotate: {error}; {object_path.row(row)}") from error
@@ -166,7 +190,8 @@ async def annotate(
                 f"{ids.max()}; serve a teacher of the same family"
             )
         arrays = {"teacher": logp} | ({"teacher_ids": ids, "teacher_logp": top} if top_k else {})
-        return sample.replace(arrays={**sample.arrays, **{key: ("target", x) for key, x in arrays.items()}})
+        made = {**sample.arrays, **{key: ("target", x) for key, x in arrays.items()}}
+        return sample.replace(arrays=made, teacher_prompt=())  # which is read now
 
     tasks = [asyncio.ensure_future(one(sample)) for sample in samples]
     try:
