@@ -16,7 +16,7 @@ from . import hardware
 from .shapes import shaped
 
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
-SMALLEST = 128  # tokens of a chunk
+SMALLEST, EFFICIENT = 128, 1024  # tokens of a chunk
 PARTS = 8  # chunks at least, if not all tokens are needed
 LEFT_OUT = -1e30  # logit of a token that the sampler did not keep: its probability is 0, and 0 x log 0 no NaN
 
@@ -25,11 +25,13 @@ def chunk_size(vocabulary: int, platform: str = "cpu", tokens: int | None = None
     """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least SMALLEST.
 
     Args:
-      tokens: of which some may not be needed, in at least PARTS chunks; None = all are.
+      tokens: of which some may not be needed: a chunk then has at most a PARTS-th of them, but on accelerators no fewer
+        than EFFICIENT for that; None = all are.
     """
     logits = 2**22 if platform == "cpu" else 2**28
     size = max(SMALLEST, 1 << max(0, (logits // vocabulary).bit_length() - 1))
-    return size if tokens is None else min(size, max(SMALLEST, -(-tokens // PARTS)))
+    least = SMALLEST if platform == "cpu" else EFFICIENT
+    return size if tokens is None else min(size, max(least, -(-tokens // PARTS)))
 
 
 @shaped

@@ -21,7 +21,7 @@ def score(
         with the student's own `teacher_config` the teacher is the student itself, which gets no gradients as such.
       teacher_config: config of the local teacher. Its vocabulary must equal or start with the student's.
       run: used for both models.
-      temperature: for `logp_BT` and `entropy_BT`, as in `models.score`; the divergence uses `objective.temperature`.
+      temperature: positive scalar, for `logp_BT` and `entropy_BT`; the divergence uses `objective.temperature`.
 
     Raises:
       ValueError: the teacher's vocabulary is smaller, or there is neither a local teacher nor its log-probabilities.
@@ -37,7 +37,12 @@ def score(
                 "a teacher server (rollout.workflows.teacher.annotate), or pass a local teacher"
             )
         beside = {name: batch.target[name] for name in names}
+
+    def per_chunk(logits_CV, *given):  # without the temperature, which the teacher's do not have
+        return objective.per_token(logits_CV * temperature, *given)
+
     return transformer.score(
         params, batch, config=config, run=run, temperature=temperature, learnt_only=True,
-        per_chunk=objective.per_token, beside=beside, others=others,
+        per_chunk=objective.per_token if temperature == 1 else per_chunk,
+        beside=beside, others=others,
     )  # fmt: skip

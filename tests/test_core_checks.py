@@ -27,7 +27,10 @@ ROW = jax.tree.map(lambda x: x[0], BATCH)
     [
         (lambda: divergence.full(ONES, ONES, kind="fwd"), "kind must be one of forward, reverse, js, got fwd"),
         (lambda: denominators.share(ROW, ROW.mask_BT, "seq"), "share: kind must be one of token, sequence,"),
-        (lambda: advantages.group(ONES, IDS, IDS, std="groups"), "group: std must be one of group, batch, none, got"),
+        (
+            lambda: advantages.group(ONES, IDS, IDS, std="groups"),
+            "group: std must be one of group, batch, none, mean, got",
+        ),
         (lambda: advantages.group(ONES, IDS, IDS, mean="greedy"), "group: mean must be one of group, batch, none, got"),
         (lambda: quantised.quantise(ONES, "int4"), "quantise: kind must be one of int8, nf4, got int4"),
         (lambda: optim.Optimizer(schedule="cosin"), "schedule must be one of constant, cosine, linear, got 'cosin'"),

@@ -105,6 +105,17 @@ def sgd_step(objective, *, layout=ONE, run=RUN, local=False, rows=4):
         return metrics.to_dict(report), jax.tree.map(np.asarray, state.params)
 
 
+def test_distributions_are_compared_without_the_temperature_of_sampling():
+    config, params = model()
+    batch = jax.tree.map(lambda x: x[0], packing.pack(samples(), LENGTH, rows=4))
+    score = partial(
+        frozen.score, params, batch, objective=losses.Distill("forward"), config=config, teacher_config=config, run=RUN
+    )
+    one, other = (score(temperature=t) for t in (1.0, 0.5))
+    np.testing.assert_allclose(one.extra["divergence"], other.extra["divergence"], rtol=1e-4, atol=1e-6)
+    assert not np.allclose(one.logp_BT, other.logp_BT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_a_step_is_that_of_the_paper(local):

@@ -58,7 +58,7 @@ TRL_GRPO = Names(
         ("`temperature`", "`--sampling.temperature`"),
         (
             "`top_p`, `top_k`, `min_p`",
-            "none in training: samples come from the full distribution; `areax eval` has them",
+            "`--sampling.top-p`, `--sampling.top-k` and `--sampling.min-p` with `--sampling.sampling-mask`",
         ),
         ("`repetition_penalty`", "none in training: samples come from the full distribution"),
         ("`beta`", "`--objective.kl.coef`"),
@@ -231,7 +231,7 @@ VERL = Names(
         ("`model.path`", "`--model`"),
         ("`rollout.n`", "`--group-size`"),
         ("`rollout.temperature`", "`--sampling.temperature`"),
-        ("`rollout.top_p`, `rollout.top_k`", "none in training: samples come from the full distribution"),
+        ("`rollout.top_p`, `rollout.top_k`", "`--sampling.top-p`, `--sampling.top-k` with `--sampling.sampling-mask`"),
         ("`rollout.val_kwargs.do_sample`", "`--heldout-samples`: 1 is greedy, more are sampled as in training"),
         ("`rollout.val_kwargs.n`", "`--heldout-samples`"),
         ("`rollout.name`", "`--servers`, addresses of SGLang or `areax serve`; none = the run starts its own"),
@@ -358,7 +358,7 @@ AREAL = Names(
         ("`gconfig.min_new_tokens`", "`--sampling.min-new-tokens`"),
         (
             "`gconfig.top_p`, `gconfig.top_k`, `gconfig.greedy`",
-            "none in training: samples come from the full distribution",
+            "`--sampling.top-p`, `--sampling.top-k` with `--sampling.sampling-mask`; no greedy training",
         ),
         ("`gconfig.temperature`", "`--sampling.temperature`"),
         ("`rollout.max_head_offpolicyness`", "`--eta`"),

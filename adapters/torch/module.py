@@ -217,7 +217,7 @@ def _logp(config, run: models.Run) -> Callable:
         index_BT = segment_index(segment_BT)
         position_BT = index_BT if rows.position_BT is None else rows.position_BT
         fields: dict[str, Any] = {each.name: None for each in dataclasses.fields(Batch)}
-        fields |= dict(token_BT=rows.token_BT, target_BT=rows.target_BT, input={})
+        fields |= dict(token_BT=rows.token_BT, target_BT=rows.target_BT, input={}, target={})
         batch = Batch(**fields | dict(position_BT=position_BT, index_BT=index_BT, segment_BT=segment_BT))
         return models.score(_tree(config, arrays), batch, config=config, run=run).logp_BT
 

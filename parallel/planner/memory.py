@@ -394,7 +394,7 @@ def _head(job: Job) -> int:
     added to that of the others, where it is larger than the logits, which are gone by then."""
     whole = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf))
     narrow = job.itemsize < WIDE or gathers(job)
-    skips = job.local_tokens > _chunk(job) and not logits_kept(job) and job.layout.tp == 1
+    skips = job.local_tokens > _chunk(job) and not logits_kept(job)
     new = max(0, _head_gradient(job) - logits(job)) if skips else 0
     return whole * job.itemsize * narrow + _beside_logits(job) + new
 

@@ -450,11 +450,6 @@ def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
             "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers, --self-distillation and "
             "--distill-coef compare all of it; leave it out, or use --teacher with --objective.advantage.teacher"
         )
-    if training.self_distillation and training.distill_coef and sampling.temperature != 1:
-        yield (
-            "--self-distillation compares with distributions at temperature 1, got --sampling.temperature "
-            f"{sampling.temperature:g}; leave it out"
-        )
     if training.teachers and training.objective.advantage.teacher and sampling.temperature != 1:
         yield (
             f"--teachers give log-probabilities at temperature 1, got --sampling.temperature {sampling.temperature:g}; "
