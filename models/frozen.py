@@ -26,7 +26,7 @@ def score(
     Raises:
       ValueError: the teacher's vocabulary is smaller, or there is neither a local teacher nor its log-probabilities.
     """
-    if teacher_config is not None and not teacher:
+    if teacher_config is not None and not teacher and "teacher_ids" not in batch.target:
         teacher = (params,)
     others, beside = tuple((weights, teacher_config) for weights in teacher), None
     if not others:

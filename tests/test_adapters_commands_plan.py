@@ -514,7 +514,7 @@ def test_a_critic_and_a_teacher_count(capsys, model):
     servers = "--teachers", "http://127.0.0.1:1"
     served = figures("grpo", "--distill-coef", 0.5, "--distill.top-k", 4, *servers)
     assert served["teacher_bytes"] == served["teacher_flops"] == 0 and served["batch_bytes"] > plain["batch_bytes"]
-    assert "name --teacher, a directory, or --teachers" in run(capsys, "distill", "--model", model, code=2)
+    assert "addresses of servers, or --self-distillation" in run(capsys, "distill", "--model", model, code=2)
 
 
 @pytest.mark.slow
