@@ -13,7 +13,8 @@ import numpy as np
 from .batch import Batch
 from .segments import segment_index
 
-TOKEN, SEGMENT, MASK, PLACE = NAMES = "teacher_token", "teacher_segment", "teacher_mask", "teacher_place"
+NAMES = "teacher_token", "teacher_segment", "teacher_mask", "teacher_place"  # of arrays in `Batch.input`
+TOKEN, SEGMENT, MASK, PLACE = NAMES
 
 
 def given(samples: Sequence) -> bool:
