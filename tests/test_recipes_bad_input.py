@@ -325,7 +325,6 @@ OPTIONS = {
         ("--distill.temperature 0.7", "needs --distill-coef above 0 and a --teacher to learn from, got --distill.temp"),
         ("--distill.top-k 5 --teacher {place}/model --objective.advantage.teacher 1", "got --distill.top-k 5 without"),
         ("--self-distillation", "name one of --teacher, --teachers and --self-distillation where"),
-        ("--self-distillation --distill-coef 1 --sampling.temperature 0.7", "--self-distillation compares with distri"),
         (
             "--data {place}/told.jsonl --self-distillation --distill-coef 1",
             "a 'teacher_prompt' must leave room for a completion within 32 tokens, got ",
