@@ -16,22 +16,13 @@ from . import hardware
 from .shapes import shaped
 
 KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
-SMALLEST, EFFICIENT = 128, 1024  # tokens of a chunk
-PARTS = 8  # chunks at least, if not all tokens are needed
 LEFT_OUT = -1e30  # logit of a token that the sampler did not keep: its probability is 0, and 0 x log 0 no NaN
 
 
-def chunk_size(vocabulary: int, platform: str = "cpu", tokens: int | None = None) -> int:
-    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least SMALLEST.
-
-    Args:
-      tokens: of which some may not be needed: a chunk then has at most a PARTS-th of them, but on accelerators no fewer
-        than EFFICIENT for that; None = all are.
-    """
+def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
+    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least 128 tokens."""
     logits = 2**22 if platform == "cpu" else 2**28
-    size = max(SMALLEST, 1 << max(0, (logits // vocabulary).bit_length() - 1))
-    least = SMALLEST if platform == "cpu" else EFFICIENT
-    return size if tokens is None else min(size, max(least, -(-tokens // PARTS)))
+    return max(128, 1 << max(0, (logits // vocabulary).bit_length() - 1))
 
 
 @shaped
@@ -288,7 +279,7 @@ def from_hidden(
     read, into = (head_VD, head_VD) if turned is None else turned
     A, V = hidden_AD.shape[0], read.shape[0 if turned is None else 1]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
-    C = min(chunk or chunk_size(V, hardware.platform(), None if needed_A is None else A), A)
+    C = min(chunk or chunk_size(V, hardware.platform()), A)
     pad = -A % C
     again = chunk or per_chunk or A * V > KEPT
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))

@@ -235,7 +235,7 @@ def logits(job: Job) -> int:
 
 def _chunk(job: Job) -> int:
     """Tokens per chunk of logits on a device."""
-    return min(job.head_chunk or logprobs.chunk_size(job.vocab, job.platform, job.local_tokens), job.local_tokens)
+    return min(job.head_chunk or logprobs.chunk_size(job.vocab, job.platform), job.local_tokens)
 
 
 def gathers(job: Job) -> bool:
