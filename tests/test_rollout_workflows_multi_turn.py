@@ -10,6 +10,7 @@ import pytest
 import trl
 
 from areax.adapters import tokenizer
+from areax.core import observation
 from areax.rollout.chat import observations
 from areax.rollout.chat.session import Session
 from areax.rollout.types import Completion, Sampling
@@ -223,3 +224,7 @@ def test_a_workflow_of_one_turn_has_no_observations():
     bound = functools.partial(single_turn, tokenizer=TOKENS, sampling=SAMPLING, reward=right)
     with pytest.raises(ValueError, match="--objective.observation.coef: the workflow must mark observations, got sam"):
         asyncio.run(observations.marked(bound, policy("4")[0], {"prompt": "2 + 2", "answer": "4"}))
+
+
+def test_kinds_of_observations_have_the_numbers_that_the_objective_reads():
+    assert observations.KINDS == observation.KINDS

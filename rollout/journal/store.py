@@ -135,8 +135,9 @@ class Journal:
         self._soon(prompt, BEGUN, write)
 
     def decline(self, prompt: int, admitted: int, row: str, outcome: str, success: float) -> None:
-        """Records how a group ended that no batch will take, in place of its episodes; arguments as of `keep`. After a
-        kill it would end otherwise if servers or rewards do, and another group has taken its place."""
+        """Records how a group ended that no batch will take, in place of its episodes; arguments as of `keep`.
+
+        A resumed run that played it again might accept it, although another group has taken its place."""
 
         def write() -> None:
             for table in OF_GROUPS:
@@ -159,7 +160,8 @@ class Journal:
                 key, data = (prompt, episode, *place, admitted, request), codec.packed_tokens(made)
                 self._db.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, data, _hash(data, key)))
 
-        self._record([(prompt, BEGUN)] if (prompt, BEGUN) in self._ended else [])
+        if (prompt, BEGUN) in self._ended:
+            self._record([(prompt, BEGUN)])
         self._written(write)
 
     def keep(

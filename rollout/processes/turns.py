@@ -1,5 +1,4 @@
-"""Turns of the event loop: of very many calls and answers at one time, each turn begins a few, so that whatever else is
-due waits for no more than those."""
+"""Limits how many calls and answers begin in one turn of the event loop, so that very many do not hold up the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ AT_ONCE = 8  # that begin in one turn of the loop
 
 
 class _Turns:
-    """Of one loop."""
+    """The calls of one loop that begin in this turn, and those that wait."""
 
     def __init__(self) -> None:
         self.begun = 0  # in this turn
