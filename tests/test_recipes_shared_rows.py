@@ -3,12 +3,12 @@
 import json
 
 import pytest
+import tiny
 
 from areax.adapters import tokenizer
 from areax.adapters.data import chat_sft
 from areax.recipes.shared import offline, rows
 from areax.rollout.chat import template
-from tests import tiny
 
 ASKED = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(5)]
 BAD = [{"prompt": "a \ud800"}, {"answer": "1"}, {"messages": [{"role": "assistant", "content": "a"}]}]

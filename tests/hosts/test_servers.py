@@ -5,7 +5,6 @@ import time
 
 import jobs
 import pytest
-
 import runs
 
 
