@@ -37,7 +37,7 @@ async def measured(run: Path) -> dict[str, float]:
                 await asyncio.wrap_future(journal.flush())
             kept = time.process_time() - cpu
             for v, batch in enumerate(batches):
-                await journal.close_batch(v, batch.groups, batch.cursor, [])
+                await asyncio.wrap_future(journal.close_batch(v, batch.groups, batch.cursor, []))
             cpu = time.process_time() - cpu
     return {
         "episodes": episodes,

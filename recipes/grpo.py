@@ -357,7 +357,7 @@ async def train(
         enter(log.watching(fleet, executor, episodes.rewards))
         traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         push_of = functools.partial(publishing.prepare_push, sync, fleet, probe_ids, canaries=canaries)
-        publish = turns.during(trainer.mesh, push_of)
+        prepare_push = turns.during(trainer.mesh, push_of)
         giving_up, named = GivingUp.restored(cursor), models(config.training)
         batches = Resumed(journal, executor, cursor) if journal else executor
         online = config.rollout.workflow == "online"  # whose users may give no feedback
@@ -379,6 +379,10 @@ async def train(
                 log.terminal.say_not_finite(trainer.version, origin[0].said(origin[1], tokens))
             report["unstopped"] = describe.unstopped([s for group in groups for s in group], ends)
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
+
+        def publish(v: int):
+            batches.recorded()  # what made version v, before anything is made of it
+            return prepare_push(v)
 
         def save(v: int, position) -> None:
             run_on_all("save", v, position | {"data": identity, "contents": known} | giving_up.kept)

@@ -57,7 +57,7 @@ def write(folder, batches, start=0):
     async def main():
         async with store.opened(folder, start, {"run": "one"}) as journal:
             for version, groups in enumerate(batches, start):
-                await journal.close_batch(version, groups, {"batch": version + 1}, ())
+                journal.close_batch(version, groups, {"batch": version + 1}, ()).result()
 
     asyncio.run(main())
 
@@ -103,7 +103,7 @@ def test_batches_are_found_as_they_are_recorded_and_the_journal_is_copied_rarely
         async with store.opened(tmp_path, 0, {"run": "one"}) as journal:
             monkeypatch.setattr(recorded_samples, "SHARE", 0)
             for version in range(2):
-                await journal.close_batch(version, batch(tokens, version, REWARDS), {}, ())
+                journal.close_batch(version, batch(tokens, version, REWARDS), {}, ()).result()
                 assert found.steps() == {"grpo": [*range(1, version + 2)]}
                 assert found.line("grpo", version + 1, 1, 3)["tokens"] == ["c", "d"]
             count = len(copies)
@@ -111,7 +111,7 @@ def test_batches_are_found_as_they_are_recorded_and_the_journal_is_copied_rarely
             assert len(copies) == count == 4  # database and log, for each batch
             monkeypatch.setattr(recorded_samples, "SHARE", 10**6)
             for version in range(2, 5):
-                await journal.close_batch(version, batch(tokens, version, REWARDS), {}, ())
+                journal.close_batch(version, batch(tokens, version, REWARDS), {}, ()).result()
                 assert found.steps() == {"grpo": [1, 2, 3]} and found.line("grpo", 1, 0, 0)
             assert len(copies) == count + 2  # as long as another one would take too much of the time
 

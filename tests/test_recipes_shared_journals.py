@@ -19,7 +19,7 @@ async def start(config, version, write=None):
 def test_a_run_says_from_what_it_goes_on(tmp_path, capsys):
     async def write(journal):
         for version in range(3):
-            await journal.close_batch(version, [], {}, [])
+            journal.close_batch(version, [], {}, []).result()
         journal.begin(7, 3, "row")
         journal.keep(7, 3, "row", 0, [], 1.0)
 
@@ -47,7 +47,7 @@ def past(config):
     async def main():
         async with journals.opened(config, "run", 0, {}, {}) as journal:
             found = journal.past.batches
-            await journal.close_batch(len(found), [], {}, [])
+            journal.close_batch(len(found), [], {}, []).result()
             return found
 
     return asyncio.run(main())

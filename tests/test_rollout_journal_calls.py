@@ -89,7 +89,7 @@ def test_records_end_with_what_they_belong_to(tmp_path, seconds, end):
         if end == "episode":
             journal.keep(7, 0, "row", 0, [sample()], 1.0)
         elif end == "group":
-            await journal.close_batch(0, [[sample()]], {}, [7])
+            journal.close_batch(0, [[sample()]], {}, [7]).result()
         elif end == "anew":
             journal.begin(7, 1, "row")
 

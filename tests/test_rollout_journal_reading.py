@@ -22,7 +22,7 @@ async def main(folder, batches):
     async with store.opened(Path(folder), 0, {"run": "one"}) as journal:
         for version in range(batches):
             groups = [[made(i)] for i in range(4)]
-            await journal.close_batch(version, groups, {"batch": version + 1}, ())
+            journal.close_batch(version, groups, {"batch": version + 1}, ()).result()
         print(batches, flush=True)
         sys.stdin.readline()
 

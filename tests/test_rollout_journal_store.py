@@ -128,7 +128,7 @@ CALL = Generated([*range(90)], [-i / 7 for i in range(90)], [5] * 50 + [6] * 40)
 async def six_batches(journal):
     await keep(journal, 0, 0, {0: [sample(4, 1)]})
     for v in range(6):
-        await journal.close_batch(v, groups(v), {"batch": v + 1}, [0] if v == 0 else [])
+        journal.close_batch(v, groups(v), {"batch": v + 1}, [0] if v == 0 else []).result()
     await keep(journal, 40, 5, EPISODES)
     for start, end in ((0, 40), (40, 90)):
         journal.keep_calls(40, 5, 2, {(0, start): store.Call("request", CALL.between(start, end))})
@@ -319,7 +319,7 @@ def test_a_full_disk_loses_records_but_not_the_run(small, caplog):
     async def fill(journal):
         for v in range(40):
             await keep(journal, v, v, {0: made(v)[0]})
-            await journal.close_batch(v, made(v), {"batch": v + 1}, [v])
+            journal.close_batch(v, made(v), {"batch": v + 1}, [v]).result()
         await keep(journal, 50, 40, {0: made(50)[0]})
 
     (small / "ballast").write_bytes(bytes(300_000))
@@ -337,7 +337,7 @@ def test_a_full_disk_loses_records_but_not_the_run(small, caplog):
 def test_a_number_or_record_beyond_those_of_sqlite_does_not_stop_the_run(tmp_path, caplog):
     async def fill(journal):
         await asyncio.wait_for(keep(journal, 1 << 63, 0, {0: [sample()]}), 10)
-        await journal.close_batch(0, groups(0), {}, [])
+        journal.close_batch(0, groups(0), {}, []).result()
 
     opened(tmp_path, fill)
     [line] = caplog.messages
@@ -390,7 +390,7 @@ def test_an_episode_that_a_batch_takes_at_once_has_no_record_of_its_own(tmp_path
             for prompt, seconds in ((1, 0.0), (2, 0.0), (3, 0.3)):
                 journal.begin(prompt, 0, "row")
                 journal.keep(prompt, 0, "row", 0, [sample(4, prompt)], seconds)
-            await journal.close_batch(0, [[sample(4, 1)]], {}, [1])
+            journal.close_batch(0, [[sample(4, 1)]], {}, [1]).result()
             soon = await asyncio.to_thread(recorded, "soon")
             await asyncio.sleep(0.4)
             return soon, await asyncio.to_thread(recorded, "later")

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import threading
 from collections import defaultdict
 from concurrent.futures import Future
 
@@ -272,3 +273,25 @@ def test_prompts_whose_record_is_lost_are_drawn_in_their_order(tmp_path):
                 assert [group[0].info["id"] for group in groups] == [row["id"] for row in rows]
 
     asyncio.run(main())
+
+
+def test_a_batch_is_handed_out_while_it_is_recorded(tmp_path):
+    async def instant(generate, row):
+        return sampled([1, 2], Completion([3], [-1.0], [0], "stop"), temperature=1.0, reward=1.0)
+
+    async def work():
+        async with store.opened(tmp_path, 0, IDENTITY) as journal:
+            of = {"group_size": 1, "groups_per_batch": 1, "eta": 0, "max_concurrent": 1, "journal": journal}
+            async with Executor(instant, None, Prompts(ROWS), **of) as ex:
+                free = threading.Event()
+                journal._pool.submit(free.wait)  # as a slow disk
+                ex.admit(0)
+                await ex.batch(0)
+                waiting = asyncio.create_task(asyncio.to_thread(ex.recorded))
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                free.set()
+                await waiting
+                assert (await journal.read(0)).cursor == ex.cursor()
+
+    asyncio.run(work())

@@ -81,10 +81,18 @@ def mark(row: Any) -> str:
 
 def _compressed(samples: Sequence[Sample]) -> bytes:
     columns: list[Any] = [[getattr(one, name) for one in samples] for name in FIELDS]
-    few = len(samples) < 2
-    parts = [columns] if few else [[_together(column)] for column in columns]
-    deflate = zstandard.ZstdCompressor(QUICK if few else LEVEL).compress
-    return msgpack.packb([deflate(_plain(part)) for part in parts])
+    if len(samples) < 2:
+        return msgpack.packb([_deflated(columns, QUICK)])
+    return msgpack.packb([_deflated([one], _level(one)) for one in map(_together, columns)])
+
+
+def _deflated(values: list[Any], level: int) -> bytes:
+    return zstandard.ZstdCompressor(level).compress(_plain(values))
+
+
+def _level(column: list[Any] | tuple[list[int], np.ndarray]) -> int:
+    """QUICK for floats, which no level makes smaller."""
+    return QUICK if isinstance(column, tuple) and column[1].dtype.kind == "f" else LEVEL
 
 
 def _inflated(data: bytes, image: Callable[[str], bytes]) -> Any:

@@ -6,12 +6,12 @@
     images    hash, data, used: the last version whose samples have it
     meta      schema, run, what its episodes depend on, and since which version of the run that holds
 
-Every record has a hash of its bytes. A batch is in the journal when it is handed out, so that a killed process trains
-on the same again. An episode that took longer than AFTER_S is recorded when it ends, a shorter one within AFTER_S
-unless a batch has taken it by then, behind the record that its group has begun (episode BEGUN): a killed process loses
-seconds of work, and what it was in the middle of. A process that is killed leaves a whole database (write-ahead log); a
-machine that loses power may lose the last seconds. The file needs no locks and no shared memory, which network file
-systems may lack: a run's directory belongs to one process (folders.py).
+Every record has a hash of its bytes. A batch is in the journal before servers get the weights that it made, so that a
+killed process trains on the same again. An episode that took longer than AFTER_S is recorded when it ends, a shorter
+one within AFTER_S unless a batch has taken it by then, behind the record that its group has begun (episode BEGUN): a
+killed process loses seconds of work, and what it was in the middle of. A process that is killed leaves a whole database
+(write-ahead log); a machine that loses power may lose the last seconds. The file needs no locks and no shared memory,
+which network file systems may lack: a run's directory belongs to one process (folders.py).
 """
 
 from __future__ import annotations
@@ -227,10 +227,11 @@ class Journal:
 
         return self._written(write)
 
-    async def close_batch(
+    def close_batch(
         self, version: int, groups: Sequence[Sequence[Sample]], cursor: Mapping[str, Any], ended: Collection[int]
-    ) -> None:
-        """Records a batch, and forgets the episodes of the prompts that ended; returns when that is in the file.
+    ) -> Future[None]:
+        """Records a batch, and forgets the episodes of the prompts that ended; the result is there when that is in the
+        file.
 
         Args:
           cursor: the run's position after it.
@@ -248,7 +249,7 @@ class Journal:
                 self._db.executemany(f"DELETE FROM {table} WHERE prompt = ?", ((prompt,) for prompt in ended))
 
         self._forget_ended({*ended})
-        await asyncio.wrap_future(self._written(write))
+        return self._written(write)
 
     def prune(self, before: int, eta: int) -> None:
         """Forgets the batches before a version, and the images that only they had, without waiting for it.

@@ -28,6 +28,7 @@ import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,7 @@ class Executor:
             self._resume(cursor)
         # Behind its tokens a call goes on with other rounding, where to generate it again gives the same bits.
         self._continues = eta > 0 or seed is None
+        self._recording: Future[None] | None = None  # of the last batch
         self._recorded = self._recalled(journal.past.begun) if journal else {}
 
     async def __aenter__(self) -> Executor:
@@ -192,7 +194,7 @@ class Executor:
                 if self.journal:
                     ended = [*groups, *self._forgotten]
                     self._forgotten.clear()
-                    await self.journal.close_batch(v, [*groups.values()], self.cursor(), ended)
+                    self._recording = self.journal.close_batch(v, [*groups.values()], self.cursor(), ended)
                 return [*groups.values()]
             self._changed.clear()
             await self._changed.wait()
@@ -215,6 +217,11 @@ class Executor:
         self._observe(groups)
         events.emit("batch", version=v, prompts=oldest)
         return groups
+
+    def recorded(self) -> None:
+        """Blocks until the batch handed out last is in the journal; for another thread than the loop's."""
+        if self._recording:
+            self._recording.result()
 
     def lengths(self) -> dict[str, float]:
         """The length of started groups, and the bias of those in batches (`length_bias.Lengths.report`)."""

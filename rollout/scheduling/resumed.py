@@ -34,6 +34,10 @@ class Resumed:
         groups, self._cursor = await self._journal.read(v)
         return groups
 
+    def recorded(self) -> None:
+        """As `Executor.recorded`."""
+        self._executor.recorded()
+
     def cursor(self) -> dict[str, Any]:
         """As `Executor.cursor`, after the batch handed out last."""
         return self._cursor or self._executor.cursor()

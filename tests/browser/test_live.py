@@ -41,7 +41,7 @@ async def record(path, tokens):
     async with store.opened(path, 0, {"run": "one"}) as journal:
         for version in range(3):
             groups = [[evil(tokens, 4 * p + k, p, version) for k in range(4)] for p in range(3)]
-            await journal.close_batch(version, groups, {}, ())
+            journal.close_batch(version, groups, {}, ()).result()
 
 
 def evil(tokens, k, prompt, version):

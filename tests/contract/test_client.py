@@ -88,6 +88,8 @@ def test_sampling_masks_are_the_tokens_that_the_filters_keep(server, versions, f
 def test_a_completion_goes_on_over_a_push_with_the_version_of_each_token(server, versions, mode, streamed):
     length = {"areax": 3000, "vllm": 2500, "sglang": 700}[server.kind]  # tokens that take more than a moment
 
+    probe = versions.probe(1)  # not within the loop, which it would hold up until the completion has ended
+
     async def work(fleet):
         for pause in (0.7, 0.3, 0.1, 0.05, 0.02):  # until a push meets the completion in the middle
             await pushed(fleet, versions, 0)
@@ -95,7 +97,7 @@ def test_a_completion_goes_on_over_a_push_with_the_version_of_each_token(server,
             how = {"on_tokens": seen.append} if streamed else {}
             going = asyncio.create_task(fleet.generate(versions.prompt, max_new_tokens=length, ignore_eos=True, **how))
             await asyncio.sleep(pause)
-            await push_weights(fleet, versions.paths[1], versions.labels[1], mode=mode, probe=versions.probe(1))
+            await push_weights(fleet, versions.paths[1], versions.labels[1], mode=mode, probe=probe)
             done = await going
             assert not streamed or seen[-1] == done.tokens
             if 1 in done.version:
