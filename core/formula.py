@@ -46,7 +46,8 @@ def _gain(p) -> str:
     gain = surrogates.of(p).formula.format(**vars(p), prox=PROXIMAL[p.correction.proximal])
     if p.ratio_cap:
         gain = gain.replace("min(r A", f"min(min(r, {p.ratio_cap:g}) A")
-    return gain + (f", at least {p.dual_clip:g} A if A < 0" if p.dual_clip else "")
+    gain += f", at least {p.dual_clip:g} A if A < 0" if p.dual_clip else ""
+    return gain + (", minus its mean under the policy that sampled (score centering)" if p.score_centering else "")
 
 
 def _reward(s, kl, prox: str) -> list[str]:
@@ -81,6 +82,9 @@ def _advantage(a, prox: str) -> str:
             "batch": f"{kind} of the batch",
             "none": "",
             "greedy": "R of greedy decoding",
+            "moving": "moving average of R of the seat",
+            "optimal_value": f"{a.value_temperature:g} log mean of exp(reference_rewards / {a.value_temperature:g})",
+            "optimal_token": "mean of the group at this token, weighted by sum_(s<=t) 1 - 2 pi_s + sum of pi_s^2",
         }
         returns = "sum of r_(t+k)" if a.gamma == 1 else f"sum of {a.gamma:g}^k r_(t+k)"
         reward = "R" if a.credit == "rollout" else returns
@@ -93,6 +97,10 @@ def _advantage(a, prox: str) -> str:
             weights = a.component_weights or (1.0,) * len(a.components)
             parts = " + ".join(f"{w:g} {name}" for w, name in zip(weights, a.components, strict=True))
             text = f"{parts}, each {text}"
+        if a.state_coef:
+            spread = " / (standard deviation of these + eps)" if a.std == "group" else ""
+            text += f" + {a.state_coef:g} (G - mean of G in the group's turns of the same state){spread}"
+            text += f", G = sum of {a.state_gamma:g}^k r of the k-th turn from this one on"
     text += "" if a.whiten == "none" else f", whitened over the {a.whiten}s of the batch"
     return text + (f", plus {a.teacher:g} log(teacher / {prox})" if a.teacher else "")
 
@@ -128,7 +136,8 @@ def _terms(kl, entropy, observation) -> list[str]:
     lines = []
     if kl.coef and kl.place == "loss":
         times = "pi / the policy that sampled x " if kl.ratio else ""
-        lines.append(f"- {_coefficient(kl)} {times}{kl.estimator}(pi, reference)")
+        whole = " of the sequence / its tokens" if kl.over == "sequence" else ""
+        lines.append(f"- {_coefficient(kl)} {times}{kl.estimator}(pi, reference){whole}")
     if entropy.coef:
         floor = f" while its mean is below {entropy.floor:g}" if entropy.floor else ""
         classes = f", by class of token x {entropy.classes}" if entropy.classes else ""

@@ -28,6 +28,8 @@ class KL:
       estimator: "k1", "k2", "k3", or "k3_k2": the value of k3 with the gradient of k2.
       place: "loss" adds coef x estimate to the loss; "reward" subtracts it from the reward of each sampled token before
         advantages are computed (arXiv:1909.08593), between proximal policy and reference, without a gradient.
+      over: for k2 in the loss: of each "token", or of the log ratio of the whole "sequence", of which each learnt token
+        has an equal part (regression to the optimal advantage, A*-PO, arXiv:2505.20686).
       ratio: for k1 and k3 in the loss: multiplies by policy / behaviour, with its gradient, so that the expected
         gradient is that of the reverse KL, off policy too (DeepSeek-V3.2, arXiv:2512.02556).
       target: divergence, in nats per token, towards which the coefficient adapts (arXiv:1909.08593); 0 = fixed.
@@ -37,6 +39,7 @@ class KL:
     coef: float = 0.0
     estimator: Literal["k1", "k2", "k3", "k3_k2"] = "k3"
     place: Literal["loss", "reward"] = "loss"
+    over: Literal["token", "sequence"] = "token"
     ratio: bool = False
     target: float = 0.0
     horizon: int = 10
@@ -46,8 +49,14 @@ class KL:
             ("coef", self.coef >= 0, "at least 0"),
             (
                 "coef",
-                self.coef > 0 or (self.estimator, self.place, self.ratio) == ("k3", "loss", False),
-                "above 0 if estimator, place or ratio is set",
+                self.coef > 0 or (self.estimator, self.place, self.ratio, self.over) == ("k3", "loss", False, "token"),
+                "above 0 if estimator, place, ratio or over is set",
+            ),
+            ("over", self.over in ("token", "sequence"), "token or sequence"),
+            (
+                "over",
+                self.over == "token" or (self.estimator == "k2" and self.place == "loss"),
+                'token unless the estimator is k2 and the place "loss"',
             ),
             ("estimator", self.estimator in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
             ("place", self.place in ("loss", "reward"), "loss or reward"),

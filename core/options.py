@@ -30,7 +30,7 @@ class ShapingOptions(TypedDict, total=False):
 
 class AdvantageOptions(TypedDict, total=False):
     credit: Literal["rollout", "return", "gae"]
-    mean: Literal["group", "batch", "none", "greedy"]
+    mean: Literal["group", "batch", "none", "greedy", "moving", "optimal_value", "optimal_token"]
     std: Literal["group", "batch", "none", "mean"]
     leave_one_out: bool
     length_weighted: bool
@@ -42,6 +42,10 @@ class AdvantageOptions(TypedDict, total=False):
     gamma: float
     lam: float
     lam_alpha: float
+    moving_decay: float
+    value_temperature: float
+    state_coef: float
+    state_gamma: float
     teacher: float
 
 
@@ -67,6 +71,7 @@ class KLOptions(TypedDict, total=False):
     coef: float
     estimator: Literal["k1", "k2", "k3", "k3_k2"]
     place: Literal["loss", "reward"]
+    over: Literal["token", "sequence"]
     ratio: bool
     target: float
     horizon: int
@@ -108,6 +113,7 @@ class PolicyOptions(TypedDict, total=False):
     tv_coef: float
     binary_kl_low: float
     binary_kl_high: float
+    score_centering: bool
     denominator: Denominator
     denominator_tokens: int
     kl: KL | KLOptions

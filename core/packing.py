@@ -57,11 +57,11 @@ def pack_tries(
 ) -> Batch:  # fmt: skip
     """Packs samples as `pack`, but the tokens that they share are computed once: a Batch with a `trie` [M, B, T].
 
-    Samples share their first tokens while these and the values of all extra arrays there but `observation` agree to the
-    bit. All fields but `trie` are over flattened samples: rows as `pack` makes them, of length A, T times a power of
-    two. A trie longer than T is cut (`trie_packing.grow`), and so is one whose samples are so alike that A would become
-    too large for the other rows (`FULLEST`). Rows are filled with tries as `pack` fills them with samples. Samples of a
-    pair are in the same microbatch.
+    Samples share their first tokens while these and the values of all extra arrays there but `observation` and `state`
+    agree to the bit. All fields but `trie` are over flattened samples: rows as `pack` makes them, of length A, T times
+    a power of two. A trie longer than T is cut (`trie_packing.grow`), and so is one whose samples are so alike that A
+    would become too large for the other rows (`FULLEST`). Rows are filled with tries as `pack` fills them with samples.
+    Samples of a pair are in the same microbatch.
 
     It returns what `pack` returns where tries save less than `SAVED` of the tokens, samples have images or a
     `teacher_prompt`, or a pair, with the padding after its nodes, does not fit into a microbatch.

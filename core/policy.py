@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from . import (
     advantages,
+    centering,
     corrections,
     entropy,
     formula,
@@ -26,7 +27,7 @@ from . import (
     signals,
     surrogates,
 )
-from .advantages import Advantage
+from .advantages import PER_SAMPLE, Advantage
 from .batch import Batch
 from .checks import validate
 from .clipping import bounded_exp, bounded_log
@@ -84,6 +85,10 @@ class Policy:
       tv_coef: for "dppo" and "dppo_kl": coefficient of log(r)^2.
       binary_kl_low: for "dppo_kl": nats of divergence up to which a token's probability may fall.
       binary_kl_high: for "dppo_kl": nats of divergence up to which a token's probability may rise.
+      score_centering: subtracts from each gain what the sampler's distribution gives on average (arXiv:2609.20807,
+        `centering`), of surrogates "score", "clip", "cispo" and "sapo" without a proximal policy. Needs the arrays
+        `target["sampler_ids"]` and "sampler_logp", which servers report, and their log-probabilities as `extra` of the
+        scores that `loss` gets, as `models.score_centred` gives them.
       denominator: loss aggregation: the mean over all learnt tokens of the batch ("token", DAPO); over sequences of the
         mean of their tokens ("sequence", GRPO), of their sum ("sequence_sum"), of their sum / `denominator_tokens`
         ("constant", Dr. GRPO); or over rollouts or prompts of the mean of their tokens ("rollout", "prompt").
@@ -114,6 +119,7 @@ class Policy:
     tv_coef: float = 1e-3
     binary_kl_low: float = 0.05
     binary_kl_high: float = 0.05
+    score_centering: bool = False
     denominator: Denominator = "token"
     denominator_tokens: int = 0
     kl: KL = KL()
@@ -125,7 +131,8 @@ class Policy:
         counts = self.denominator_tokens > 0 if constant else self.denominator_tokens == 0
         named = isinstance(self.surrogate, str)
         free = not named or self.surrogate == "geometric"  # clip_low bounds something else than a ratio from below
-        compared = self.advantage.components or self.advantage.mean == "greedy"
+        compared = self.advantage.components or self.advantage.mean in PER_SAMPLE
+        centred = self.surrogate in centering.SURROGATES and self.ratio == "token"
         early = self.advantage.teacher or (self.kl.coef and self.kl.place == "reward")
         rules = {
             "surrogate": (self.surrogate in SURROGATES if named else callable(self.surrogate),
@@ -142,6 +149,9 @@ class Policy:
             "tv_high": (self.tv_high >= 0, "at least 0"),
             "binary_kl_low": (self.binary_kl_low >= 0, "at least 0"),
             "binary_kl_high": (self.binary_kl_high >= 0, "at least 0"),
+            "score_centering": (not self.score_centering or (centred and self.correction.proximal == "behaviour"),
+                                'False unless the surrogate is score, clip, cispo or sapo, the ratio "token", and '
+                                'correction.proximal "behaviour"'),
             "denominator_tokens": (counts, 'above 0 with denominator "constant", 0 with others'),
             "shaping": (not self.advantage.components or self.shaping.plain,
                         "without changes to the reward if the advantage has components; shape the components"),
@@ -150,7 +160,7 @@ class Policy:
             "advantage": (not self.shaping.dynamic_sampling or self.advantage.by_reward,
                           'with credit "rollout", mean "group", no components and no teacher for dynamic_sampling'),
             "kl": (not (compared and self.kl.place == "reward" and self.kl.coef),
-                   'with place "loss" if the advantage has components or mean "greedy"'),
+                   f'with place "loss" if the advantage has components or mean {" or ".join(PER_SAMPLE)}'),
         }  # fmt: skip
         uses = surrogates.of(self).uses if not named or self.surrogate in SURROGATES else USED_BY_SOME
         unused = [name for name in USED_BY_SOME if name not in uses and getattr(self, name) != getattr(Policy, name)]
@@ -170,7 +180,12 @@ class Policy:
     @property
     def needs_scores(self) -> bool:
         """Whether `prepare` needs scores of the current weights."""
-        return self.correction.proximal == "recompute" or self.entropy.floor > 0
+        return self.correction.proximal == "recompute" or self.entropy.floor > 0 or self.needs_squares
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether these scores must have `advantages.squares` as `extra`."""
+        return self.advantage.mean == "optimal_token"
 
     @property
     def needs_reference(self) -> bool:
@@ -184,8 +199,8 @@ class Policy:
 
     @property
     def corrects(self) -> bool:
-        """Whether stale samples are corrected for, by w or by the ratio."""
-        return self.correction.proximal != "behaviour" or self.surrogate != "score"
+        """Whether stale samples are corrected for, by w, by the ratio or by score centering."""
+        return self.correction.proximal != "behaviour" or self.surrogate != "score" or self.score_centering
 
     def __str__(self):
         return formula.of(self)
@@ -212,6 +227,8 @@ class Policy:
             finite_BT &= jnp.isfinite(batch.ref_BT)
         if self.advantage.teacher:
             finite_BT &= jnp.isfinite(batch.target["teacher"])
+        if self.score_centering:
+            finite_BT &= jnp.isfinite(batch.target[centering.LOGP]).all(-1)
         if batch.value_BT is not None:  # each advantage of a segment depends on all values after it
             valued_BT = jnp.abs(batch.value_BT) < VALUED
             lost_BJ = total(jnp.where(sampled_BT & ~valued_BT, 1.0, 0.0), segment_BT, J)
@@ -227,8 +244,9 @@ class Policy:
             kl_BT *= _shared(batch, "kl_coef", self.kl.coef)
             reward_BT -= kl_BT
             reward_BJ -= over_rollout(total(kl_BT, segment_BT, J), batch.rollout_BJ)
+        energy_BT = 1 - 2 * jnp.exp(scores.logp_BT) + scores.extra if self.needs_squares else None
         adv_BT, return_BT = advantages.of(
-            self.advantage, batch, reward_BT, reward_BJ, sampled_BT, mask_BT, shaping=self.shaping
+            self.advantage, batch, reward_BT, reward_BJ, sampled_BT, mask_BT, shaping=self.shaping, energy_BT=energy_BT
         )
         if self.advantage.teacher:
             teacher_BT = jnp.where(mask_BT, batch.target["teacher"], 0)
@@ -263,6 +281,10 @@ class Policy:
             (self.advantage.teacher and "teacher" not in batch.target, "a teacher", 'target["teacher"]'),
             (self.correction.proximal == "interpolate" and "version" not in batch.scalars, "interpolate",
              'scalars["version"]'),
+            (self.score_centering and not {centering.IDS, centering.LOGP} <= batch.target.keys(), "score_centering",
+             'target["sampler_ids"] and "sampler_logp", from generate(top_logprobs=)'),
+            (self.needs_squares and scores is not None and scores.extra is None, "mean optimal_token",
+             "scores of models.score(per_chunk=advantages.squares)"),
         ):  # fmt: skip
             if missing:
                 raise ValueError(f"{self.name}.prepare: {needs} needs {what}, got None")
@@ -285,6 +307,8 @@ class Policy:
             weight_BT *= bounded_BT
         now = self._now(logp_BT, logp_BT - prox_BT, batch)
         gain_BT, cut_BT = self._gain(now)
+        if self.score_centering:
+            gain_BT -= self._expected(now, out, target[centering.LOGP])
         loss = -jnp.sum(weight_BT * jnp.where(mask_BT, gain_BT, 0))
         unusable_BT = target["unusable_BT"]
         # Without scores from before the update, use the current ones.
@@ -296,6 +320,8 @@ class Policy:
             "effective_fraction": signals.effective(adv_BT, weight_BT, mask_BT, segment_BT, J),
             "unusable_fraction": metrics.of(unusable_BT, mask_BT | unusable_BT),
         }
+        if self.score_centering:
+            report["sampler_mass"] = metrics.of(centering.mass(target[centering.LOGP]), mask_BT)
         if self.dual_clip:
             report["dual_clip_fraction"] = metrics.of((adv_BT < 0) & (now.ratio_BT > self.dual_clip), mask_BT)
         if self.kl.coef:
@@ -308,6 +334,11 @@ class Policy:
             }
             if self.kl.ratio:
                 kl_BT *= bounded_exp(logp_BT - sampler_BT)
+            if self.kl.over == "sequence":
+                gap_BJ = total(jnp.where(mask_BT, logp_BT - ref_BT, 0), segment_BT, J)
+                tokens_BJ = total(jnp.where(mask_BT, 1.0, 0.0), segment_BT, J)
+                kl_BT = to_tokens(jnp.square(gap_BJ) / 2 / jnp.maximum(tokens_BJ, 1), segment_BT)
+                kl_BT = jnp.where(mask_BT, kl_BT, 0)
             if self.kl.place == "loss":
                 loss += jnp.sum(_shared(batch, "kl_coef", self.kl.coef) * share_BT * kl_BT)
         if self.entropy.coef:
@@ -329,6 +360,21 @@ class Policy:
                 f"got {jax.tree.map(jnp.shape, got)}"
             )
         return got
+
+    def _expected(self, now: Now, out, sampler_BTK):
+        """The gain's mean under the sampler, by its gradient (`centering.expected`)."""
+        if (got := getattr(out.extra, "shape", None)) != sampler_BTK.shape:
+            raise ValueError(
+                f"{self.name}: score_centering needs log-probabilities of sampler_ids, {sampler_BTK.shape}, as "
+                f"`extra` of the scores, got {got}; use models.score_centred"
+            )
+
+        def gain(log_BTL):
+            adv_BTL = jnp.broadcast_to(now.adv_BT[..., None], log_BTL.shape)
+            each = now._replace(logp_BT=log_BTL, gap_BT=log_BTL, ratio_BT=bounded_exp(log_BTL), adv_BT=adv_BTL)
+            return jnp.sum(surrogates.of(self).gain(self, each)[0])
+
+        return centering.expected(jax.grad(gain), out.extra, sampler_BTK)
 
     def _now(self, logp_BT, gap_BT, batch: Batch) -> Now:
         mask_BT, segment_BT, J = batch.mask_BT, batch.segment_BT, batch.reward_BJ.shape[-1]

@@ -38,6 +38,19 @@ def returns(reward_BT, sampled_BT, segment_BT, *, gamma: float = 1.0):
     return gae(reward_BT, jnp.zeros_like(reward_BT), sampled_BT, segment_BT, gamma=gamma)
 
 
+@shaped
+def of_turns(reward_BT, first_BT, segment_BT, *, gamma: float = 1.0):
+    """Sum of rewards from each token on, those of the k-th turn behind its own discounted by gamma^k.
+
+    Args:
+      first_BT: the first token of each turn.
+    """
+    no = jnp.zeros((*segment_BT.shape[:-1], 1), bool)
+    same_BT = jnp.concatenate([segment_BT[..., 1:] == segment_BT[..., :-1], no], -1) & (segment_BT > 0)
+    ends_BT = jnp.concatenate([first_BT[..., 1:], no], -1)
+    return _backward(jnp.where(same_BT, jnp.where(ends_BT, gamma, 1.0), 0), reward_BT)
+
+
 def _backward(a_BT, b_BT):
     """Solves x_t = a_t x_{t+1} + b_t backwards, with x = 0 after the end."""
     join = lambda right, left: (left[0] * right[0], left[0] * right[1] + left[1])

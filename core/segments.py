@@ -37,6 +37,16 @@ def by_id(x_A, id_A, size: int):
     return jax.ops.segment_sum(x_A, bin_A, size + 1)[bin_A]
 
 
+def numbered(*keys_A):
+    """A number for each distinct combination of the keys, from 0 on, at each position."""
+    order_A = jnp.lexsort(keys_A)
+    new_A = jnp.zeros(order_A.shape, bool)
+    for key_A in keys_A:
+        new_A |= key_A[order_A] != key_A[jnp.roll(order_A, 1)]
+    number_A = jnp.cumsum(new_A.at[0].set(False), dtype=jnp.int32)
+    return jnp.zeros(order_A.shape, jnp.int32).at[order_A].set(number_A)
+
+
 def over_rollout(x_BJ, rollout_BJ):
     """Sum of x over the segments of each rollout, at each of its segments."""
     return by_id(x_BJ.reshape(-1), rollout_BJ.reshape(-1), rollout_BJ.size).reshape(x_BJ.shape)

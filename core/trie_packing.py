@@ -11,7 +11,7 @@ import numpy as np
 
 from .trie import Trie
 
-UNREAD = ("observation",)  # arrays that no model reads: each row of an episode has its own
+UNREAD = "observation", "state"  # arrays that no model reads: each row of an episode has its own
 SHARE = 1 / 8  # a sample joins a trie that has at least this part of its tokens; less is cheaper to repeat
 
 

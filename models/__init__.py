@@ -8,7 +8,7 @@ from . import config_json, vision, wrappers
 from .families import FAMILIES
 from .layer import trie_alignment, trie_lengths
 from .layers.score_head import ScoreHead
-from .transformer import Run, Scores, backbone, classify, default_dtype, forward, head, score, value
+from .transformer import Run, Scores, backbone, classify, default_dtype, forward, head, score, score_centred, value
 from .vision import with_vision
 from .wrappers import text_only
 
@@ -50,6 +50,6 @@ def explain(config, mesh, dtype="float32") -> str:
 
 __all__ = [
     "FAMILIES", "Run", "ScoreHead", "Scores", "backbone", "classify", "config_from_hf", "config_to_hf",
-    "default_dtype", "explain", "forward", "head", "score", "table", "text_only", "trie_alignment", "trie_lengths",
-    "value", "vision", "with_vision",
+    "default_dtype", "explain", "forward", "head", "score", "score_centred", "table", "text_only", "trie_alignment",
+    "trie_lengths", "value", "vision", "with_vision",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core import quantised, teacher_rows
+from ..core import centering, quantised, teacher_rows
 from ..core import trie as tries
 from ..core.batch import Batch
 from ..core.segments import at_last, segment_index
@@ -337,6 +337,14 @@ def score(
     scalar = "score" in params and params["score"].shape[0] == 1
     value = layout.back(score_head.apply(params, hidden_BTD))[..., 0] if scalar else None
     return Scores(logp, entropy, lse, value, extra, aux)
+
+
+def score_centred(params, batch: Batch, *, config, run: Run, temperature=1.0) -> Scores:
+    """`score` of learnt tokens for score centering: `extra` has the log-probabilities of `target["sampler_ids"]`."""
+    return score(
+        params, batch, config=config, run=run, temperature=temperature, learnt_only=True,
+        per_chunk=centering.logp_of, beside=batch.target[centering.IDS],
+    )  # fmt: skip
 
 
 def _check_output(config):

@@ -53,7 +53,7 @@ from areax.recipes.shared import (
 from areax.recipes.shared.giving_up import GivingUp, models
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.stop_on import StopOn
-from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
+from areax.recipes.shared.trainer import Trainer, build, position, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
 from areax.rollout.fleet import canary, offload
 from areax.rollout.processes import garbage
@@ -267,7 +267,7 @@ def collective(
     dtype = publishing.dtype(config.serving, config.training.run)
     work: dict[str, Callable] = {
         "update": functools.partial(train_packed, trainer),
-        "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
+        "save": lambda v, at: store.save(v, saved(trainer), position(trainer, at)),
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters, dtype),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
         "publish": lambda root, v: hf.write_published(

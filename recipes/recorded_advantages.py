@@ -20,6 +20,7 @@ from areax.recipes import grpo
 from areax.recipes.shared import describe, recorded
 from areax.rollout.types import Sample
 
+NEEDS_ALL = "Advantages compare with all batches before here: areax replay has them."
 NEEDS_MODELS = "Advantages come from models here (critic, teacher or reference): areax replay has them."
 
 
@@ -34,8 +35,11 @@ def of(run: Path, groups: Sequence[Sequence[Sample]], version: int) -> tuple[Seq
     except (ValueError, OSError) as error:
         return [None] * len(flat), f"Advantages need the run's options: {error}"
     objective, size = config.training.objective, len(groups) // config.training.minibatches
-    if objective.needs_values or objective.advantage.teacher or (objective.kl.coef and objective.kl.place == "reward"):
+    by_model = objective.needs_values or objective.advantage.teacher or objective.needs_squares
+    if by_model or (objective.kl.coef and objective.kl.place == "reward"):
         return [None] * len(flat), NEEDS_MODELS
+    if objective.advantage.mean == "moving":
+        return [None] * len(flat), NEEDS_ALL
     jax.config.update("jax_platforms", "cpu")  # accelerators belong to the run
     if config.rewards.shuffle_rewards:
         groups = describe.shuffled([list(group) for group in groups], seed=(config.seed, version))
@@ -59,5 +63,5 @@ def _config(file: Path, changed: int) -> grpo.Config:
 def _prepared(objective: Policy) -> Callable:
     """The part of `prepare` that makes advantages, compiled."""
     own = replace(objective, correction=Correction(proximal="behaviour"), kl=KL(), entropy=Entropy())
-    own = replace(own, observation=Observation())
+    own = replace(own, observation=Observation(), score_centering=False)
     return jax.jit(lambda batch: own.prepare(batch).adv_BT)

@@ -54,6 +54,8 @@ class Completion:
       info: other fields of the server's report (cached tokens, retractions, seconds).
       sampling_mask: if requested, the ids of the tokens that each token was drawn from, ascending, then -1,
         i32[n, top_k]; `logp` is then that among them.
+      top: if requested, the ids of the likeliest tokens at each token's place, i32[n, top_logprobs], and their
+        log-probabilities, f32, as `logp`.
     """
 
     tokens: list[int]
@@ -64,28 +66,30 @@ class Completion:
     routed: np.ndarray | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     sampling_mask: np.ndarray | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class Generated(NamedTuple):
     """The tokens of a completion so far, with log-probabilities and versions as there; no `finish` while it goes on;
-    and the tokens that each was drawn from, if requested."""
+    and, if requested, the tokens that each was drawn from, and (ids, log-probabilities) of the likeliest."""
 
     tokens: list[int]
     logp: list[float]
     version: list[int]
     finish: Finish | None = None
     masks: list[np.ndarray] = []
+    top: list[tuple[list[int], list[float]]] = []
 
     def between(self, start: int, end: int | None = None) -> Generated:
         """Tokens [start, end); None = all from `start` on."""
         finish = self.finish if end is None else None
         of = slice(start, end)
-        return Generated(self.tokens[of], self.logp[of], self.version[of], finish, self.masks[of])
+        return Generated(self.tokens[of], self.logp[of], self.version[of], finish, self.masks[of], self.top[of])
 
     def then(self, more: Generated) -> Generated:
         """These tokens and `more` behind them."""
         joined = self.tokens + more.tokens, self.logp + more.logp, self.version + more.version
-        return Generated(*joined, more.finish, self.masks + more.masks)
+        return Generated(*joined, more.finish, self.masks + more.masks, self.top + more.top)
 
 
 class Record(Protocol):
@@ -239,7 +243,8 @@ def sampled(
     """An RL sample: one completion of a prompt, with its reward at the last token.
 
     If the completion reports routed experts, they become the array `routed_experts`, -1 at the last token, which the
-    sampler never read; its sampling mask becomes `sampling_mask`, -1 at the prompt's tokens.
+    sampler never read; its sampling mask becomes `sampling_mask`, -1 at the prompt's tokens; its likeliest tokens and
+    their log-probabilities become `sampler_ids` and `sampler_logp`, 0 at the prompt's tokens.
     """
     n, m = len(prompt_tokens) + len(completion.tokens), len(prompt_tokens)
 
@@ -254,6 +259,10 @@ def sampled(
     if completion.sampling_mask is not None:
         kept = np.pad(completion.sampling_mask, ((m, 0), (0, 0)), constant_values=-1)
         fields["arrays"] = {**fields.get("arrays", {}), "sampling_mask": ("target", kept)}
+    if completion.top is not None:
+        of_sampler = zip(("sampler_ids", "sampler_logp"), completion.top, strict=True)
+        own: Any = {name: ("target", np.pad(x, ((m, 0), (0, 0)))) for name, x in of_sampler}
+        fields["arrays"] = {**fields.get("arrays", {}), **own}
     return Sample(
         tokens=np.asarray([*prompt_tokens, *completion.tokens], np.int32),
         mask=np.arange(n) >= m,
@@ -286,6 +295,8 @@ class Sampling:
       routed_experts: for MoE models: record the experts each token is routed to and replay them in training.
       sampling_mask: record which tokens top_k, top_p and min_p keep, and train on the distribution over these alone;
         needs a top_k, the most tokens that are recorded.
+      top_logprobs: record this many of the likeliest tokens at each step, with their log-probabilities, for
+        `objective.score_centering`; 0 = none. The paper has 128.
     """
 
     temperature: float = 1.0
@@ -298,6 +309,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     routed_experts: bool = False
     sampling_mask: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self):
         for name, holds, rule in (
@@ -312,6 +324,8 @@ class Sampling:
                 "at least 1 with sampling_mask, the most tokens that it records, such as 256",
             ),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("top_logprobs", self.top_logprobs >= 0, "at least 0"),
+            ("top_logprobs", not self.top_logprobs or not self.sampling_mask, "0 with sampling_mask"),
             ("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "token ids"),
         ):
             if not holds:

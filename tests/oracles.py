@@ -8,8 +8,9 @@ import torch
 
 
 def policy(
-    rows, prox, now, ref=None, *, options, values=None, teacher=None, entropy=None, before=None, version=0, chosen=None
-):
+    rows, prox, now, ref=None, *, options, values=None, teacher=None, entropy=None, before=None, version=0, chosen=None,
+    squares=None,
+):  # fmt: skip
     """Minus the weighted gain, plus the KL penalty, less the bonus for entropy, all to be minimised.
 
     The proximal policy stands between behaviour and current policy (decoupled PPO, arXiv:2110.00641; AReaL,
@@ -24,6 +25,7 @@ def policy(
       entropy, before: entropy of the distribution each token was drawn from, under the current policy and before the
         update.
       version: of the weights to be updated.
+      squares: sum of the squared probabilities of the distribution that each token was drawn from, before the update.
       chosen: with clip_cov, {(row, token)} that was drawn; without, all candidates.
 
     Returns:
@@ -36,7 +38,7 @@ def policy(
     old = interpolated(rows, mu, now, version) if old is None else [wide(one) for one in old]
     shaped = shape(rows, o)
     use = learnt(rows, o, shaped, mu, ref, teacher)
-    A, _ = advantages(rows, o, shaped, use, old, ref, values, teacher)
+    A, _ = advantages(rows, o, shaped, use, old, ref, values, teacher, (prox, squares))
     rho = [{t: old[i][t] - mu[i][t] for t in use[i]} for i in range(len(rows))]
     kept = correct(rows, o.correction, rho, A, use, mu)
     w = weights(rho, o.correction, use, kept)
@@ -54,7 +56,12 @@ def policy(
                 loss = loss - share[i] * w[i][t] * gain_t
         for t in counted[i]:
             if o.kl.coef and o.kl.place == "loss":
-                term = kl(x[i][t], wide(ref[i])[t], o.kl.estimator)
+                if (
+                    o.kl.over == "sequence"
+                ):  # A*-PO (arXiv:2505.20686): (log pi(y) / reference(y))^2 / 2, in equal parts
+                    term = (x[i][at] - torch.tensor(wide(ref[i])[at])).sum() ** 2 / 2 / len(at)
+                else:
+                    term = kl(x[i][t], wide(ref[i])[t], o.kl.estimator)
                 loss = loss + o.kl.coef * share[i] * term * (torch.exp(x[i][t] - mu[i][t]) if o.kl.ratio else 1)
             if o.entropy.coef and low:
                 kind = o.entropy.classes[row.arrays["token_class"][1][t]] if o.entropy.classes else 1.0
@@ -125,7 +132,7 @@ def shape(rows, o):
     for row in rows:
         mine = [other for other in rows if other.rollout == row.rollout]
         parts = [row.components[name] for name in o.advantage.components]
-        parts += [row.components["greedy"]] if o.advantage.mean == "greedy" else []
+        parts += [row.components[o.advantage.mean]] if o.advantage.mean in PER_SAMPLE else []
         if any(math.isnan(one.reward) for one in mine) or any(math.isnan(p) for p in parts):
             out[row.rollout] = math.nan
             continue
@@ -152,7 +159,7 @@ def token_rewards(row, shaped, scale):
     return out
 
 
-def advantages(rows, o, shaped, use, old, ref, values, teacher):
+def advantages(rows, o, shaped, use, old, ref, values, teacher, probabilities=None):
     """([{token: advantage}], [{token: what a critic learns}]) of the scorable rows.
 
     GAE arXiv:1506.02438; discounted returns, whitened over tokens: REINFORCE++ (arXiv:2501.03262); rewards compared
@@ -175,6 +182,11 @@ def advantages(rows, o, shaped, use, old, ref, values, teacher):
         whole, baseline = compare(rows, o, use, total)
     if a.whiten == "rollout":
         whole = dict(zip(whole, whitened(list(whole.values()), a), strict=True))
+    given = {i: token_rewards(row, shaped[row.rollout], o.shaping.scale) for i, row in enumerate(rows)
+             if steps(row) and not math.isnan(shaped[row.rollout])}  # fmt: skip
+    given = {i: {t: r - penalty[i][t] for t, r in own.items()} for i, own in given.items()}
+    state = by_state(rows, a, given) if a.state_coef else {}
+    energy = by_energy(rows, a, given, *probabilities) if a.mean == "optimal_token" else {}
     A, targets = [], []
     for i, row in enumerate(rows):
         A.append({})
@@ -183,15 +195,16 @@ def advantages(rows, o, shaped, use, old, ref, values, teacher):
         if math.isnan(shaped[row.rollout]) or not own:
             continue
         if a.credit == "rollout":
-            A[i] = dict.fromkeys(own, whole[row.rollout])
+            A[i] = {t: whole[row.rollout] + a.state_coef * state.get((i, t), 0.0) for t in own}
             continue
-        given = token_rewards(row, shaped[row.rollout], o.shaping.scale)
-        r = [given[t] - penalty[i][t] for t in own]
+        r = [given[i][t] for t in own]
         if a.credit == "gae":
             v = [float(values[i][t]) for t in own]
             adaptive = max(1 - 1 / (a.lam_alpha * len(own)), 0) if a.lam_alpha else a.lam  # VAPO (arXiv:2504.05118)
             raw = gae(r, v, a.gamma, adaptive)
             targets[i] = {t: A_t + v_t for t, A_t, v_t in zip(own, raw, v, strict=True)}
+        elif energy:
+            raw = [energy[i, t] for t in own]
         else:
             raw = [G - baseline[row.rollout] for G in returns(r, a.gamma)]
         A[i] = dict(zip(own, raw, strict=True))
@@ -206,11 +219,63 @@ def advantages(rows, o, shaped, use, old, ref, values, teacher):
     return A, targets
 
 
+PER_SAMPLE = "greedy", "moving", "optimal_value"
+
+
+def turns(row):
+    """[tokens of each turn]: runs of sampled tokens of one state."""
+    out, state = [], row.arrays["state"][1]
+    for t in steps(row):
+        if out and out[-1][-1] == t - 1 and state[t] == state[t - 1]:
+            out[-1].append(t)
+        else:
+            out.append([t])
+    return out
+
+
+def by_state(rows, a, given):
+    """{(row, token): (G - mean) / (s + eps) of its turn among the group's turns of its state}, G the discounted rewards
+    of the turns from it on (GiGPO, arXiv:2505.10978, equations 5 to 7)."""
+    G, among = {}, {}
+    for i in given:
+        made = turns(rows[i])
+        for k, at in enumerate(made):
+            G[i, k] = sum(a.state_gamma**j * sum(given[i][t] for t in each) for j, each in enumerate(made[k:]))
+            if number := int(rows[i].arrays["state"][1][at[0]]):
+                among.setdefault((rows[i].group, number), []).append((i, k))
+    out = {}
+    for members in among.values():
+        values = [G[one] for one in members]
+        s = spread(values, a.ddof) + a.eps if a.std == "group" else 1.0
+        for i, k in members:
+            adv = 0.0 if len({*values}) == 1 else (G[i, k] - sum(values) / len(values)) / s
+            out |= {(i, t): adv for t in turns(rows[i])[k]}
+    return out
+
+
+def by_energy(rows, a, given, prox, squares):
+    """{(row, token): G_t - sum G_t W_t / sum W_t over the group's rows with a t-th sampled token} (OTB,
+    arXiv:2602.07078)."""
+    G, W, among = {}, {}, {}
+    for i, own in given.items():
+        total = 0.0
+        for n, (t, after) in enumerate(zip(own, returns([*own.values()], a.gamma), strict=True)):
+            total += 1 - 2 * math.exp(prox[i][t]) + squares[i][t]
+            G[i, t], W[i, t] = after, total
+            among.setdefault((rows[i].group, n), []).append((i, t))
+    out = {}
+    for members in among.values():
+        mean = sum(W[one] * G[one] for one in members) / sum(W[one] for one in members)
+        out |= {one: 0.0 if len({G[x] for x in members}) == 1 else G[one] - mean for one in members}
+    return out
+
+
 def compare(rows, o, use, reward):
     """{rollout: (R - b) / (s + eps)}, {its b} of the scorable rollouts, each counted once.
 
     GRPO (arXiv:2402.03300); without deviation Dr. GRPO (arXiv:2503.20783); leave_one_out RLOO (arXiv:2402.14740);
-    length_weighted OPO (arXiv:2505.23585); greedy ReMax (arXiv:2310.10505). Without degrees of freedom the deviation is
+    length_weighted OPO (arXiv:2505.23585); greedy ReMax (arXiv:2310.10505); moving RAE (arXiv:2506.24119);
+    optimal_value A*-PO (arXiv:2505.20686). Without degrees of freedom the deviation is
     0. With nothing to compare the advantage is 0, and the baseline the reward.
     """
     a, group, length, greedy = o.advantage, {}, {}, {}
@@ -219,8 +284,8 @@ def compare(rows, o, use, reward):
         if row.rollout in reward:
             group[row.rollout] = row.group
             length[row.rollout] = length.get(row.rollout, 0) + len(use[i])
-            if a.mean == "greedy":
-                greedy[row.rollout] = bounded(row.components["greedy"], o.shaping)
+            if a.mean in PER_SAMPLE:
+                greedy[row.rollout] = bounded(row.components[a.mean], o.shaping)
     out, baseline = {}, {}
     for k in reward:
         scopes = {"group": [j for j in reward if group[j] == group[k]], "batch": list(reward)}
@@ -233,7 +298,7 @@ def compare(rows, o, use, reward):
                 out[k], baseline[k] = 0.0, reward[k]
                 continue
             baseline[k] = sum(count[j] * reward[j] for j in among) / sum(count.values())
-        if a.mean == "greedy":
+        if a.mean in PER_SAMPLE:
             baseline[k] = greedy[k]
         out[k] = reward[k] - baseline[k]
         if a.std == "mean":  # MaxRL (arXiv:2602.02710)

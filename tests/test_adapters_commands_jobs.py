@@ -124,6 +124,14 @@ CASES = {  # name: (family, Config of a directory and that of another model)
             own, objective=losses.GRPO(correction={"proximal": "interpolate"}, kl={"coef": 0.1, "target": 0.1})
         ),
     ),
+    "score centering": (
+        "qwen3",
+        lambda own, other: rl(
+            own, sampling=Sampling(max_new_tokens=32, top_logprobs=5),
+            objective=losses.REINFORCE(score_centering=True, correction={"proximal": "behaviour"}),
+        ),
+    ),
+    "states": ("qwen3", lambda own, other: rl(own, objective=losses.GRPO(advantage={"state_coef": 1.0}))),
     "observations": ("qwen3", lambda own, other: rl(own, objective=losses.GRPO(observation={"coef": 0.05}))),
     "kto": ("qwen3", lambda own, other: offline(preference, own, objective=losses.KTO())),
     "reward model": ("qwen3", lambda own, other: offline(preference, own, objective=losses.RewardModel(margin=True))),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.core import advantages, segments
+from areax.core import advantages, returns, segments
 
 
 def reference(reward, group, rollout, mean, std, leave_one_out, eps, ddof):
@@ -109,3 +109,77 @@ def test_the_mean_as_divisor_maximises_a_truncated_likelihood(p):
         slope = sum(float(a) * (1 / p if r else -1 / (1 - p)) for a, r in zip(adv, outcome, strict=True)) / N
         total += slope * np.prod([p if r else 1 - p for r in outcome])
     assert total == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, N)), rel=1e-5)
+
+
+def test_the_value_of_the_optimal_policy():
+    """T log mean exp(R / T), written as a sum of 64-bit exponentials; and its ends."""
+    rewards = [0.0, 1.0, 0.0, 0.0, 1.0, 0.5]
+    for temperature in (0.05, 0.5, 3.0):
+        wanted = temperature * np.log(np.mean(np.exp(np.array(rewards) / temperature)))
+        np.testing.assert_allclose(advantages.optimal_value(rewards, temperature), wanted, rtol=1e-12)
+    assert advantages.optimal_value(rewards, 1e-9) == pytest.approx(1.0)
+    assert advantages.optimal_value(rewards, 1e9) == pytest.approx(np.mean(rewards))
+    assert advantages.optimal_value([-2.0], 0.5) == -2.0
+
+
+def test_squared_probabilities_are_summed():
+    logits = np.random.default_rng(0).normal(0, 3, (5, 40))
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(advantages.squares(jnp.asarray(logits), None, None), (p**2).sum(1), rtol=1e-5)
+
+
+def test_optimal_tokens_are_those_of_verl():
+    """`compute_multi_turn_optimal_token_baseline_advantage` of verl (handle_zero_tail off), written anew: rows aligned
+    at their sampled tokens. The last token that only one row has is 0 in both."""
+    rng = np.random.default_rng(1)
+    B, T = 6, 12
+    mask = (rng.random((B, T)) < 0.7) & (np.arange(T) >= 2)
+    reward, group = np.where(mask, rng.integers(0, 3, (B, T)), 0).astype(float), np.array([0, 0, 0, 1, 1, 1])
+    energy = rng.uniform(0.1, 1.5, (B, T))
+    wanted = np.zeros((B, T))
+    for g in (0, 1):
+        rows = np.flatnonzero(group == g)
+        G, W = np.full((3, T), 0.0), np.full((3, T), 0.0)
+        for k, i in enumerate(rows):
+            own = reward[i, mask[i]]
+            G[k, : len(own)], W[k, : len(own)] = own[::-1].cumsum()[::-1], energy[i, mask[i]].cumsum()
+        baseline = (G * W).sum(0) / (W.sum(0) + 1e-8)
+        for k, i in enumerate(rows):
+            wanted[i, mask[i]] = G[k, : mask[i].sum()] - baseline[: mask[i].sum()]
+    segment, put = np.ones((B, T), int), lambda x: jnp.asarray(x)
+    after = returns.returns(put(reward), put(mask), put(segment))
+    group_BT = put(np.repeat(group[:, None], T, 1))
+    got = advantages.by_energy(after, put(energy), put(mask), put(segment), group_BT)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    assert np.abs(wanted).max() > 0.5
+
+
+@pytest.mark.parametrize("std", ["none", "group"])
+def test_states_are_compared_as_by_verl_agent(std):
+    """`compute_step_discounted_returns` and `step_norm_reward` of verl-agent's GiGPO, written anew for turns as rows of
+    a table: episode, state, reward; std with ddof 1 and eps 1e-6, 0 for a state of one turn."""
+    table = [  # of one group: three episodes
+        ((7, 0.0), (8, 0.5), (7, 0.0), (9, 1.0)), ((7, 0.0), (9, 0.0), (8, 1.0)), ((7, 0.25), (11, 0.5)),
+    ]  # fmt: skip
+    flat, G = [(e, s) for e, turns in enumerate(table) for s, _ in turns], []
+    for turns in table:
+        running, own = 0.0, []
+        for _, r in reversed(turns):
+            running = r + 0.95 * running
+            own.insert(0, running)
+        G += own
+    wanted = []
+    for (_, s), value in zip(flat, G, strict=True):
+        same = [x for (_, other), x in zip(flat, G, strict=True) if other == s]
+        spread = np.std(same, ddof=1) + 1e-6 if std == "group" and len(same) > 1 else 1.0
+        wanted.append((value - np.mean(same)) / spread)
+    reward, state, mask = (np.zeros((3, 16), kind) for kind in (np.float32, np.int32, bool))
+    for e, turns in enumerate(table):
+        for k, (s, r) in enumerate(turns):
+            mask[e, 4 * k + 1 : 4 * k + 3], state[e, 4 * k + 1 : 4 * k + 3], reward[e, 4 * k + 2] = True, s, r
+    arrays = [jnp.asarray(x) for x in (reward, state, mask, np.ones((3, 16), int), np.zeros((3, 16), int))]
+    got = np.asarray(advantages.by_state(*arrays, gamma=0.95, std=std, eps=1e-6, ddof=1))
+    np.testing.assert_allclose([got[e, 4 * k + 1] for e, turns in enumerate(table) for k in range(len(turns))], wanted,
+                               atol=1e-5)  # fmt: skip
+    np.testing.assert_array_equal(got[:, 1::4], got[:, 2::4])
+    assert not got[~mask].any()

@@ -25,7 +25,7 @@ from areax.rollout.types import Sample
 GOLDEN = Path(__file__).parent / "data" / "objectives.txt"
 PRESETS = {name: preset() for name, preset in losses.POLICIES.items()}
 INF = math.inf
-PARTS = ("correct", "format", "greedy")
+PARTS = ("correct", "format", "greedy", "moving", "optimal_value")
 VERSION = 4  # of the weights to be updated; tokens are up to 3 versions older
 
 
@@ -78,6 +78,18 @@ VARIANTS = {
     "gae, whitened without freedom": adv(losses.PPO, ddof=0, eps=0.1),
     "components": adv(components=("correct", "format")),
     "weighted components": adv(components=("correct", "format"), component_weights=(1.0, 0.25), whiten="rollout"),
+    "moving averages": adv(mean="moving", std="none", moving_decay=0.5),
+    "optimal values": adv(losses.REINFORCE, mean="optimal_value"),
+    "optimal advantage": losses.REINFORCE(
+        advantage=dict(mean="optimal_value"), kl=dict(coef=0.1, estimator="k2", over="sequence")
+    ),
+    "optimal tokens": adv(losses.ReinforcePlusPlus, mean="optimal_token", whiten="none"),
+    "optimal tokens, discounted": adv(losses.ReinforcePlusPlus, mean="optimal_token", gamma=0.9),
+    "states": adv(state_coef=1.0),
+    "states without deviation": adv(state_coef=0.5, state_gamma=0.8, std="none"),
+    "states, shaped": losses.GRPO(
+        advantage=dict(state_coef=2.0), shaping=dict(scale=2.0, unfinished_penalty=0.5, truncated="mask")
+    ),
     "teacher": adv(teacher=0.3),
     "teacher alone": adv(losses.REINFORCE, teacher=1.0, whiten="token"),
     "behaviour": losses.GRPO(correction=dict(proximal="behaviour")),
@@ -171,6 +183,7 @@ def samples(seed=0, groups=4, size=4, nan=(5,), split=True):
     for i in range(groups * size):
         reward = np.nan if i in nan else 1.0 if i // size == 1 else float(rng.integers(0, 3))
         parts = {"correct": float(rng.integers(0, 2)), "format": float(rng.integers(0, 3)) / 2, "greedy": 0.5}
+        parts |= {"moving": i / 16, "optimal_value": 0.25 + i % 4 / 2}
         for weight in (0.25, 0.75) if split and i == 2 else (1.0,):
             n = int(rng.choice([5, 9, 14]))
             mask = (np.arange(n) >= 3) & (rng.random(n) < 0.9)
@@ -179,6 +192,7 @@ def samples(seed=0, groups=4, size=4, nan=(5,), split=True):
                 "teacher": ("target", rng.normal(-1, 0.5, n).astype(np.float32)),
                 "token_class": ("target", rng.integers(0, 3, n).astype(np.int32)),
                 "observation": ("target", (np.arange(n) * (i + 1) % 5 % 4).astype(np.int8)),
+                "state": ("target", ((np.arange(n) // 4 + i % 2) % 4).astype(np.int32)),
             }
             out.append(
                 Sample(
@@ -223,6 +237,7 @@ class Case:
         self.rows, self.batch = rows, packed(rows, count)
         self.prox, self.now, self.ref = (near(rows, seed) for seed in (1, 2, 3))
         self.values, self.before, self.entropy = near(rows, 4), positive(rows, 5), positive(rows, 6)
+        self.squares = [x + 2 * np.exp(p) for x, p in zip(positive(rows, 7), self.prox, strict=True)]
         self.placed, self.found = {}, {}
 
     def but(self, **changes):
@@ -240,7 +255,7 @@ class Case:
         return self.placed[name]
 
     def scores(self):
-        return out(self.put("prox"), self.put("before"))
+        return out(self.put("prox"), self.put("before"), extra=self.put("squares"))
 
     def prepare(self, spec):
         ready = self.batch.replace(ref_BT=self.put("ref"), value_BT=self.put("values"))
@@ -276,13 +291,13 @@ class Case:
         return oracles.policy(
             self.rows, self.prox, self.now, self.ref, options=spec, values=self.values,
             teacher=[s.arrays["teacher"][1] for s in self.rows], entropy=self.entropy, before=self.before,
-            version=VERSION,
+            version=VERSION, squares=self.squares,
         )  # fmt: skip
 
 
-def out(logp_BT, entropy_BT=None, value_BT=None):
+def out(logp_BT, entropy_BT=None, value_BT=None, extra=None):
     entropy_BT = jnp.abs(logp_BT) if entropy_BT is None else entropy_BT
-    return types.SimpleNamespace(logp_BT=logp_BT, entropy_BT=entropy_BT, value_BT=value_BT, aux={})
+    return types.SimpleNamespace(logp_BT=logp_BT, entropy_BT=entropy_BT, value_BT=value_BT, extra=extra, aux={})
 
 
 def part(tree, m):
@@ -632,6 +647,21 @@ def test_observations_need_an_array_and_are_in_the_formula(case):
         spec.prepare(bare, case.scores())
 
 
+def test_what_advantages_need_is_said(case):
+    bare = packed([s.replace(arrays={}) for s in case.rows])
+    with pytest.raises(
+        ValueError, match=r'advantages: state_coef 1 needs target\["state"\], got the arrays \[\]; take a'
+    ):
+        EVERY["states"].prepare(bare, case.scores())
+    with pytest.raises(ValueError, match="mean optimal_token needs scores of models.score.per_chunk=advantages.squar"):
+        EVERY["optimal tokens"].prepare(case.batch, out(case.put("prox")))
+    assert EVERY["optimal tokens"].needs_scores and not EVERY["states"].advantage.by_reward
+    text = str(EVERY["states without deviation"])
+    assert (
+        "A = (R - mean of the group) + 0.5 (G - mean of G in the group's turns of the same state), G = sum of" in text
+    )
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -668,6 +698,18 @@ def test_observations_need_an_array_and_are_in_the_formula(case):
             "Observation: kinds must be one or several of tool, error, user, got",
         ),
         (lambda: losses.GRPO(observation=dict(kinds=("tool",))), "kinds must be left out without a coef"),
+        (lambda: adv(mean="moving"), 'std must be none with mean "moving", got group'),
+        (lambda: adv(mean="optimal_token"), 'mean must be another one unless credit is "return", got optimal_token'),
+        (lambda: adv(moving_decay=0.5), 'moving_decay must be left out unless mean is "moving", got 0.5'),
+        (lambda: adv(value_temperature=0.1), 'value_temperature must be left out unless mean is "optimal_value"'),
+        (lambda: adv(state_coef=1.0, std="batch"), 'state_coef must be 0 unless credit is "rollout" and std group or'),
+        (lambda: adv(losses.PPO, state_coef=1.0), 'state_coef must be 0 unless credit is "rollout"'),
+        (lambda: adv(state_gamma=0.5), "state_gamma must be left out without a state_coef, got 0.5"),
+        (lambda: kl(over="sequence"), 'over must be token unless the estimator is k2 and the place "loss"'),
+        (
+            lambda: losses.DAPO(advantage=dict(state_coef=1.0)),
+            'advantage must be with credit "rollout", mean "group", no components',
+        ),
     ],
 )
 def test_impossible_settings_are_refused(make, words):

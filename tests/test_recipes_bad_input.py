@@ -314,6 +314,13 @@ OPTIONS = {
             "--sampling.sampling-mask --sampling.top-k 5 --distill-coef 1 --teacher {place}/model",
             "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers, --self-distillation",
         ),
+        (
+            "--sampling.top-logprobs 8",
+            "--sampling.top-logprobs, such as 128, and --objective.score-centering, which reads them, are needed "
+            "together, got 8 and false",
+        ),
+        ("--sampling.top-logprobs 8 --sampling.top-k 5 --sampling.sampling-mask", "top-logprobs must be 0 with"),
+        ("--episode-seats 64", "--episode-seats must be numbers from 0 to 63, got (64,)"),
         ("--sampling.stop-token-ids -1", "--sampling.stop-token-ids must be token ids, got (-1,)"),
         ("--reward-workers 0", "--reward-workers must be at least 1, got 0"),
         ("--reward-timeout-s 0", "--reward-timeout-s must be above 0 and finite, got 0.0"),

@@ -18,7 +18,7 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import eval, grpo
-from areax.recipes.shared import environments
+from areax.recipes.shared import environments, rollouts
 from areax.rollout import object_path
 from areax.rollout.journal import store
 from areax.rollout.scheduling.curriculum import Prompts
@@ -307,6 +307,32 @@ def test_a_run_trains_on_an_environment_and_goes_on(place, file):
     assert done["complete"] and min(set(made) - {0}) == 2  # 0 was only tried before the run
     weights = [(place / name / "model" / "model.safetensors").read_bytes() for name in ("run", "again")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_turns_are_compared_with_those_of_the_same_state(place, file):
+    """GiGPO: in Told both first turns of a group are of one state, and so are the second ones, which are told the same.
+    Without states, in episodes of one turn by another workflow, the option is refused."""
+    objective = GRPO(advantage={"std": "none", "state_coef": 1.0})
+    config = replaced(run(place, file, env="Told"), out=str(place / "states"), heldout=(), objective=objective)
+    seen, marked = [], rollouts.states.marked
+
+    async def watched(*given):
+        made = await marked(*given)
+        seen.extend(made)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts.states, "marked", watched)
+        assert grpo.main(replaced(config, env_options='{"turns": 2}'))["complete"]
+    assert len(seen) >= 8
+    for s in seen:
+        kind, state = s.arrays["state"]
+        turns = [{*state[s.mask & (s.turn == turn)].tolist()} for turn in range(int(s.turn[s.mask].max()) + 1)]
+        assert kind == "target" and all(len(turn) == 1 for turn in turns) and 0 not in set().union(*turns)
+        assert not state[~s.mask].any()
+    by_first = {int(s.arrays["state"][1][s.mask][0]) for s in seen}
+    assert 1 <= len(by_first) < len(seen)  # one for each task
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ Most runs share one server, which each gives its own weights first; those with `
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -536,6 +537,74 @@ def test_training_replays_the_masks_of_sampling(place, monkeypatch):
         kept_MBTK = np.asarray(batch.target["sampling_mask"])
         count = (kept_MBTK >= 0).sum(-1)[batch.mask_BT > 0]
         assert kept_MBTK.shape[-1] == 8 and 1 <= count.min() < 8 and len({*count}) > 1
+
+
+@pytest.mark.slow
+def test_training_centres_scores_by_what_the_sampler_reports(place, monkeypatch):
+    """At eta 1, of the 8 likeliest tokens, which at its own weights have the same log-probabilities in the trainer."""
+    packed, pack = [], packing.pack_tries
+    monkeypatch.setattr(packing, "pack_tries", lambda *args, **more: packed.append(pack(*args, **more)) or packed[-1])
+    objective = losses.REINFORCE(
+        advantage={"mean": "group"}, correction={"proximal": "behaviour"}, score_centering=True
+    )
+    sampling = Sampling(max_new_tokens=4, top_logprobs=8)
+    done = grpo.main(config(place, "centred", steps=2, eta=1, sampling=sampling, objective=objective))
+    lines = [x for x in run_dir.read_lines(place / "centred/metrics.jsonl") if x["kind"] == "grpo"]
+    assert done["complete"] and all(0 < x["sampler_mass"] < 1 and x["grad_norm"] > 0 for x in lines)
+    settings, params = hf.load(place / "model")
+    one = jax.tree.map(lambda x: x[0], packed[0])
+    assert one.trie is not None
+    out = jax.jit(functools.partial(models.score_centred, config=settings, run=models.Run()))(params, one)
+    learnt = np.asarray(one.mask_BT)
+    np.testing.assert_allclose(out.extra[learnt], one.target["sampler_logp"][learnt], atol=1e-4)
+    assert learnt.sum() > 16 and (np.diff(one.target["sampler_logp"][learnt], axis=1) <= 0).all()
+
+
+@pytest.mark.long
+def test_moving_averages_of_rewards_go_on_with_a_run(place):
+    objective = losses.REINFORCE(advantage={"mean": "moving", "moving_decay": 0.9})
+    given = dict(objective=objective, save_every=1, group_size=1, steps=3)
+    grpo.main(config(place, "moving", **given))
+    tiny.cut_off(place / "moving", place / "moving-again", 2)
+    grpo.main(config(place, "moving-again", **given))
+    both = [
+        [x["reward_moving"] for x in run_dir.read_lines(place / name / "metrics.jsonl") if x["kind"] == "grpo"]
+        for name in ("moving", "moving-again")
+    ]
+    assert both[0] == both[1] and both[0][0] < both[0][1] < both[0][2]
+    parts = [leaves(place / name / "model") for name in ("moving", "moving-again")]
+    for a, b in zip(*parts, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+def test_optimal_tokens_and_optimal_values_train(place):
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    made = tiny.rows(place / "valued.jsonl", [row | {"reference_rewards": [0, 0.5, 1.0]} for row in rows])
+    tokens = losses.ReinforcePlusPlus(advantage={"mean": "optimal_token", "whiten": "none"})
+    regression = losses.REINFORCE(
+        advantage={"mean": "optimal_value"}, kl={"coef": 1e-3, "estimator": "k2", "over": "sequence"}
+    )
+    for name, given in (
+        ("tokens", dict(objective=tokens)),
+        ("values", dict(objective=regression, data=str(made), group_size=1)),
+    ):
+        assert grpo.main(config(place, f"optimal-{name}", steps=2, **given))["complete"]
+        lines = [x for x in run_dir.read_lines(place / f"optimal-{name}/metrics.jsonl") if x["kind"] == "grpo"]
+        assert len(lines) == 2 and all(x["grad_norm"] > 0 for x in lines)
+
+
+def test_what_rows_and_workflows_must_bring_is_said():
+    async def workflow(generate, row):
+        return sampled([5], Completion([6], [-1.0], [0], "stop"), temperature=1.0)
+
+    for given in (None, [], [0, "1"], [float("nan")], 1.0):
+        with pytest.raises(ValueError, match="rows must have 'reference_rewards', a list of the rewards that .*; row"):
+            asyncio.run(rollouts.valued(workflow, 0.5, None, {"reference_rewards": given}))
+    [made] = asyncio.run(rollouts.valued(workflow, 0.5, None, {"reference_rewards": [0, 1.0]}))
+    assert made.components == {"optimal_value": pytest.approx(0.5 * np.log((1 + np.exp(2)) / 2))}
+    with pytest.raises(ValueError, match="state-coef: the workflow must mark states, got samples without the array"):
+        asyncio.run(rollouts.states.marked(workflow, None, {}))
 
 
 @pytest.mark.slow

@@ -686,6 +686,38 @@ def test_sampling_masks_are_checked():
     run(main)
 
 
+def test_likeliest_tokens_are_checked_and_joined():
+    def likely(ids, *rows, finish="length"):
+        body = reply(ids, [-1.0] * len(ids), [V0] * len(ids), finish)
+        body["meta_info"] |= {
+            "output_top_logprobs": [[[-0.5 * i, id, None] for i, id in enumerate(row)] for row in rows]
+        }
+        return answers(200, body)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            ask = functools.partial(fleet.generate, [1, 2], max_new_tokens=2, top_logprobs=2)
+            a.script = [likely([3], [3, 9], finish="abort"), likely([4], [5, 6])]
+            done = await ask()
+            assert done.tokens == [3, 4] and done.top[0].tolist() == [[3, 9], [5, 6]]
+            assert done.top[1].tolist() == [[0.0, -0.5]] * 2
+            assert all(body["top_logprobs_num"] == 2 for body in a.generated())
+            assert all("top_logprobs" not in body["sampling_params"] for body in a.generated())
+            for wrong, words in (
+                (
+                    answers(200, reply([3, 4], [-1.0] * 2, [V0] * 2, "length")),
+                    "at 2 places were asked for, got those at 0",
+                ),
+                (likely([3, 4], [3, 9], [5]), r"the 2 likeliest tokens were asked for, got 1: \[5\]"),
+                (likely([3, 4], [3, 3], [5, 6]), r"the 2 likeliest tokens were asked for, got 1: \[3, 3\]"),
+            ):
+                a.script = [wrong]
+                with pytest.raises(RuntimeError, match=words):
+                    await ask()
+
+    run(main)
+
+
 def test_resuming_keeps_the_routed_experts_of_tokens_already_sampled():
     """A resumed request prefills its tokens again, maybe under new weights; the experts reported first are kept."""
 

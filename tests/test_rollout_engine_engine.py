@@ -443,7 +443,7 @@ def test_progress_grows_and_earlier_reports_stay_unchanged(engine):
         (ask("a", (3,), stop=("",)), "stop strings"),
         (ask("a", (3,), stop_token_ids=(9999,)), "stop_token_ids"),
         (ask("a", (3,), stop_token_ids=tuple(range(33))), "at most 32 are supported"),
-        (dataclasses.replace(ask("a", (3,)), top_logprobs=21), "top_logprobs"),
+        (dataclasses.replace(ask("a", (3,)), top_logprobs=129), "top_logprobs"),
         (dataclasses.replace(ask("a", (3,)), input_logprobs_from=2), "input logprobs"),
     ],
     ids=lambda x: None if isinstance(x, Request) else x[:20],

@@ -286,6 +286,8 @@ def test_what_is_not_sent_to_vllm_is_refused():
             await api.generate(TokensPrompt([7, 5], [Image(b"x")], 7), {"max_new_tokens": 2})
         with pytest.raises(ValueError, match="sampling masks of vLLM are not read yet; use areax serve or SGLang"):
             await api.generate(PROMPT, {"max_new_tokens": 2, "top_k": 5, "sampling_mask": True})
+        with pytest.raises(ValueError, match="top_logprobs of vLLM are not read yet; use areax serve or SGLang"):
+            await api.generate(PROMPT, {"max_new_tokens": 2, "top_logprobs": 5})
         async with client.connect([api.url]) as fleet:
             with pytest.raises(ValueError, match="vLLM takes no tensors over HTTP; push by --push.way disk"):
                 await tensors.handover(lambda arrays: iter([("", True)]))(fleet.servers[0], None, True)

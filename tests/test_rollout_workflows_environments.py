@@ -17,6 +17,7 @@ from gateways import CALL, FUNCTION, TOKENS
 
 from areax.core import advantages, packing
 from areax.rollout import object_path
+from areax.rollout.chat import states
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes
 from areax.rollout.workflows import environments, failures, resolve
@@ -221,6 +222,54 @@ def test_seats_are_rollouts_that_are_compared_among_themselves():
     adv = advantages.group(batch.reward_BJ, batch.group_BJ, batch.rollout_BJ, std="none")
     for s in samples:
         assert adv[batch.sample_BJ == s.sample] == pytest.approx(s.reward - np.mean(rewards[s.group]))
+
+
+def test_seats_of_an_episode_may_be_compared_with_each_other():
+    """Hierarchical GRPO (prime-rl's `HierarchicalGRPOAlgorithm`, written anew): the reward less the mean over the
+    episode's, of other seats less the mean over the group's."""
+    workflow = functools.partial(
+        environments.play, tokenizer=TOKENS, sampling=SAMPLING, world=f"{__file__}:Duel",
+    )  # fmt: skip
+    play = lambda seats: asyncio.run(
+        episodes.group(workflow, Policy("3", "5"), {}, prompt=7, size=3, seed=None, episode_seats=seats)
+    )
+    both, one = play((0, 1)), play((1,))
+    assert len({s.group for s in both}) == 3 and len({s.rollout for s in both}) == 6
+    assert len({s.group for s in one}) == 4 and {s.group for s in one if not s.seat} == {7}
+    batch = packing.pack(both, 256, rows=8)
+    adv = advantages.group(batch.reward_BJ, batch.group_BJ, batch.rollout_BJ, std="none")
+    for s in both:
+        mine = [x.reward for x in both if x.rollout % 2**48 == s.rollout % 2**48]
+        assert len(mine) == 2 and adv[batch.sample_BJ == s.sample] == pytest.approx(s.reward - np.mean(mine))
+
+
+class Rooms:
+    """Says where one is: "l" leads from the hall into the room, "r" back."""
+
+    def reset(self, row):
+        self.left = 3
+        return "hall"
+
+    def step(self, message):
+        self.left -= 1
+        return "room" if message["content"] == "l" else "hall", 0.0, not self.left
+
+
+def test_states_are_what_a_world_showed_last():
+    workflow = functools.partial(
+        environments.play, tokenizer=TOKENS, sampling=SAMPLING, world=f"{__file__}:Rooms",
+    )  # fmt: skip
+    seen = {}
+    for said in ("lrl", "rrl", "lll"):
+        [sample] = asyncio.run(states.marked(workflow, Policy(*said), {}))
+        kind, state = sample.arrays["state"]
+        turns = [{*state[sample.mask & (sample.turn == turn)].tolist()} for turn in range(3)]
+        assert kind == "target" and state.dtype == np.int32 and all(len(turn) == 1 for turn in turns)
+        assert not state[~sample.mask].any()
+        seen[said] = [turn.pop() for turn in turns]
+    hall, room, _ = seen["lrl"]
+    assert 0 not in (hall, room) and hall != room
+    assert seen == {"lrl": [hall, room, hall], "rrl": [hall, hall, hall], "lll": [hall, room, room]}
 
 
 class Payer(Duel):

@@ -90,8 +90,8 @@ def test_refusals_of_a_server_name_the_row(server):
     long = supervised([3] * 60, [4] * 5, info={"row": {"id": 7}})
     with pytest.raises(ValueError, match=r"annotate: .*longer than the model's context length.*; row id 7"):
         asked(server.url, lambda fleet: teacher.annotate([long], {"": fleet}))
-    with pytest.raises(ValueError, match="top_logprobs must be from 0 to 20, got 21"):
-        asked(server.url, lambda fleet: teacher.score(fleet, [3, 4], 21))
+    with pytest.raises(ValueError, match="top_logprobs must be from 0 to 128, got 129"):
+        asked(server.url, lambda fleet: teacher.score(fleet, [3, 4], 129))
 
 
 def answer(tokens, logp, top=None):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ... import models
-from ...core import balance, optim, packing, param, step, teacher_rows
+from ...core import balance, centering, optim, packing, param, step, teacher_rows
 from ...core.batch import Batch
 from ...core.distill import Distill, Taught
 from ...core.preference import RewardModel
@@ -103,6 +103,12 @@ class Step:
         return self.objective if isinstance(self.objective, Distill) else None
 
     @property
+    def reported(self) -> int:
+        """Number of the sampler's tokens that score centering reads; 0 = it is off."""
+        on = getattr(self.objective, "score_centering", False)
+        return next((array.tail[0] for array in self.arrays if on and array.name == centering.IDS), 0)
+
+    @property
     def score(self) -> Callable:
         """`score(params, microbatch, *frozen)` of the model in training, without adapters."""
         if self.follows:
@@ -110,6 +116,8 @@ class Step:
             return lambda params, batch: value(params, batch.without("routed_experts"))
         if isinstance(self.objective, ProcessReward):
             return functools.partial(models.classify, config=self.config, run=self.run)
+        if self.reported:
+            return functools.partial(models.score_centred, config=self.config, run=self.run)
         if self.distill is None:
             return functools.partial(models.score, config=self.config, run=self.run, learnt_only=True)
         return functools.partial(
@@ -152,7 +160,9 @@ def abstract_batch(spec: Step) -> Batch:
         kind = KINDS[array.where] if array.name not in PATCHES else "_BP"
         made = jax.ShapeDtypeStruct((*lead[kind], *array.tail), jnp.dtype(array.dtype))
         batch = batch.replace(**{array.where: {**getattr(batch, array.where), array.name: made}})
-    return jax.eval_shape(spec.whole.prepare, batch, models.Scores(score, score, score, aux=_sums(spec, row[:1])))
+    extra = score if getattr(inner, "needs_squares", False) else None
+    scores = models.Scores(score, score, score, extra=extra, aux=_sums(spec, row[:1]))
+    return jax.eval_shape(spec.whole.prepare, batch, scores)
 
 
 def _images(spec: Step) -> list[Array]:
@@ -186,7 +196,9 @@ def reads(spec: Step) -> dict[str, int]:
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
     one = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
-    extra = {"divergence": one, "usable": jax.ShapeDtypeStruct(one.shape, bool)} if spec.distill else None
+    extra: Any = {"divergence": one, "usable": jax.ShapeDtypeStruct(one.shape, bool)} if spec.distill else None
+    if spec.reported:
+        extra = jax.ShapeDtypeStruct((*one.shape, spec.reported), jnp.float32)
     labels = spec.config.score_head.labels if spec.config.score_head else 1
     label = jax.ShapeDtypeStruct((*one.shape, labels), jnp.float32)
     out = models.Scores(one, one, one, one, extra, _sums(spec), label)
@@ -220,6 +232,7 @@ def _of_model(spec: Step) -> set[str]:
     read = read | ({"position_BT"} if placed else set())
     if scores:
         read |= {"target_BT", "routed_experts", "sampling_mask"}
+    read |= {centering.IDS} if spec.reported else set()
     if spec.distill and spec.self_distillation:
         return read | {teacher_rows.TOKEN, teacher_rows.SEGMENT, teacher_rows.PLACE}
     return read | ({"teacher_ids", "teacher_logp"} if spec.distill and spec.teacher is None else set())

@@ -222,6 +222,8 @@ def _arrays(config, settings) -> list[Array]:
         found.append(Array("input", "routed_experts", "int32", (settings.layers, settings.top_k)))
     if getattr(getattr(config, "sampling", None), "sampling_mask", False):
         found.append(Array("target", "sampling_mask", "int32", (config.sampling.top_k,)))
+    if top := getattr(getattr(config, "sampling", None), "top_logprobs", 0):
+        found += [Array("target", "sampler_ids", "int32", (top,)), Array("target", "sampler_logp", tail=(top,))]
     served = bool(getattr(config, "teachers", ()))
     if getattr(config, "self_distillation", False):
         found += [Array("input", name, "bool" if name == teacher_rows.MASK else "int32") for name in teacher_rows.NAMES]
@@ -230,6 +232,7 @@ def _arrays(config, settings) -> list[Array]:
         found += [Array("scalars", "kl_coef")] if objective.kl.target else []
         found += [Array("scalars", "version", "int32")] if objective.correction.proximal == "interpolate" else []
         found += [Array("target", "observation", "int8")] if objective.observation.coef else []
+        found += [Array("target", "state", "int32")] if objective.advantage.state_coef else []
         if served or objective.advantage.teacher:
             found.append(Array("target", "teacher"))
         top_k = config.distill.top_k if getattr(config, "distill_coef", 0) else 0

@@ -456,6 +456,7 @@ METRICS = {
     "rollout_tokens_per_second": "tokens generated per second of wall time, evaluations included",
     "rows": "problems in the evaluation",
     "scored_rows": "problems with a scored completion, of which the accuracy is the mean",
+    "sampler_mass": "probability that the sampler gave to the likeliest tokens that it reported",
     "samples": "samples in the batch",
     "score": "a reward model's score, of both completions",
     "seconds": "seconds of the run so far, without the time between two processes",

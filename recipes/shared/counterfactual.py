@@ -49,6 +49,7 @@ def check(own: Training, other: Training) -> None:
 def sides(own: Trainer, other: Trainer) -> tuple[Side, Side]:
     """Both sides. The other's optimisers go on from the run's moments where theirs have the same form."""
     other.control = {name: own.control.get(name, value) for name, value in other.control.items()}
+    other.averages = {**own.averages}
     for mine, theirs in _models(own, other):
         if _form(mine.state.opt_state) == _form(theirs.state.opt_state):
             theirs.state = replace(theirs.state, opt_state=_copied(mine.state.opt_state))

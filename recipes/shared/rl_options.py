@@ -25,7 +25,7 @@ from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.servers import local
-from areax.rollout.types import Sampling
+from areax.rollout.types import SEATS, Sampling
 from areax.rollout.weights import object_store
 from areax.rollout.workflows import agents, resolve
 
@@ -69,6 +69,9 @@ class Rollout:
       max_concurrent: maximum number of groups in flight.
       oversample: extra groups per batch: it takes the first groups to finish; the others are stopped and run again in a
         later batch. For eta 0, so that a batch does not wait for its slowest groups.
+      episode_seats: of episodes of several seats, those that are compared with each other within their episode, such as
+        solvers of a problem that another seat proposed (hierarchical GRPO); other seats are compared with the same seat
+        of the group's other episodes.
       episode_timeout_s: seconds after which an episode ends with the answers it has, waits for a server included; the
         answer in progress counts as truncated at the length limit, as `objective.shaping.truncated` says. 0 = no limit.
     """
@@ -81,6 +84,7 @@ class Rollout:
     eta: int = 1
     max_concurrent: int = 128
     oversample: int = 0
+    episode_seats: tuple[int, ...] = ()
     episode_timeout_s: float = 0.0
     sampling: Sampling = Sampling()
 
@@ -290,6 +294,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
         (config.serving, "server_timeout_s", 0 < config.serving.server_timeout_s < math.inf, "above 0 and finite"),
         (rewards, "reward_timeout_s", 0 < rewards.reward_timeout_s < math.inf, "above 0 and finite"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
+        (rollout, "episode_seats", {*rollout.episode_seats} <= {*range(SEATS)}, f"numbers from 0 to {SEATS - 1}"),
         (training, "reference_every", not training.reference_every or training.objective.needs_reference,
          "0 without a reference, which --objective.kl.coef above 0 has"),
         (training, "reference_mix", 0 < training.reference_mix <= 1, "above 0 and at most 1"),
@@ -336,6 +341,11 @@ def _rollout_conflicts(config: Any) -> Iterator[str]:
                 f"--sampling.{name.replace('_', '-')} must be {getattr(Sampling, name)}: training needs samples from "
                 f"the full distribution, got {value}{'; or add --sampling.sampling-mask' if name in filters else ''}"
             )
+    if bool(sampling.top_logprobs) != objective.score_centering:
+        yield (
+            "--sampling.top-logprobs, such as 128, and --objective.score-centering, which reads them, are needed "
+            f"together, got {sampling.top_logprobs} and {str(objective.score_centering).lower()}"
+        )
     if config.evaluation.heldout_samples > 1 and not heldout:
         yield f"--heldout-samples {config.evaluation.heldout_samples} needs --heldout, rows to evaluate on, got none"
     if config.evaluation.evaluate_every and not heldout:
@@ -425,7 +435,7 @@ def _training_conflicts(config: Any) -> Iterator[str]:
 def _without_comparison(rollout: Rollout, training: Training) -> str:
     """Why every advantage would be 0, because a completion is compared with itself alone; "" if it is not."""
     mean, taught = training.objective.advantage.mean, training.objective.advantage.teacher or training.distill_coef
-    among = {"group": 1, "batch": rollout.groups // training.minibatches}.get(mean)
+    among = {"group": 1, "optimal_token": 1, "batch": rollout.groups // training.minibatches}.get(mean)
     if rollout.group_size > 1 or among != 1 or taught:
         return ""
     return (
@@ -445,6 +455,11 @@ def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
         )
     if not training.distill_coef and (given := changed(training.distill, "distill")):
         yield f"--distill.* needs --distill-coef above 0 and a --teacher to learn from, got {given} without; add them"
+    if training.objective.score_centering and training.distill_coef:
+        yield (
+            f"--objective.score-centering reads other logits than --distill-coef, got {training.distill_coef:g}; leave "
+            "out one of them"
+        )
     if sampling.sampling_mask and (training.teachers or training.distill_coef or training.self_distillation):
         yield (
             "--sampling.sampling-mask trains on a part of the vocabulary, where --teachers, --self-distillation and "

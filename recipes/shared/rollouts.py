@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from areax.adapters.command_line.options import json_object
+from areax.core.advantages import optimal_value
 from areax.recipes.shared import evaluation, teachers
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
-from areax.rollout.chat import images, observations
+from areax.rollout.chat import images, observations, states
 from areax.rollout.errors import ServerError
 from areax.rollout.journal.store import Journal
 from areax.rollout.rewards.signatures import Regroup
@@ -93,7 +95,11 @@ async def opened(
             top_k = training.distill.top_k if training.distill_coef else 0
             annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
             train = functools.partial(teacher.taught, train, annotate)
-        plain = replace(rollout.sampling, routed_experts=False, sampling_mask=False)
+        if training.objective.advantage.mean == "optimal_value":
+            train = functools.partial(valued, train, training.objective.advantage.value_temperature)
+        if training.objective.advantage.state_coef:
+            train = functools.partial(states.marked, train)
+        plain = replace(rollout.sampling, routed_experts=False, sampling_mask=False, top_logprobs=0)
         cold = await enter(bind(sampling=replace(plain, temperature=0.0))) if greedy else train
         warm = await enter(bind(sampling=plain)) if sampled else cold
         yield Episodes(train, cold, warm, pool, of(bound))
@@ -141,6 +147,21 @@ def fitting(episode: Workflow, length: int, rollout: Rollout, tokenizer: Any = N
     return fits
 
 
+async def valued(episode: Workflow, temperature: float, generate: Generate, row: Mapping[str, Any]) -> list[Sample]:
+    """An episode's samples with the component "optimal_value", of the row's "reference_rewards"."""
+    rewards = row.get("reference_rewards")
+    if not (
+        isinstance(rewards, list) and rewards and all(type(x) in (int, float) and math.isfinite(x) for x in rewards)
+    ):
+        raise ValueError(
+            "--objective.advantage.mean optimal_value: rows must have 'reference_rewards', a list of the rewards that "
+            f"completions of the reference policy got, got {rewards!r:.80}; {object_path.row(row)}"
+        )
+    value = optimal_value(rewards, temperature)
+    samples = episodes.returned(await episode(generate, row), row)
+    return [s.replace(components={**s.components, "optimal_value": value}) for s in samples]
+
+
 async def timed(episode: Workflow, seconds: float, generate: Generate, row: Mapping[str, Any]):
     """Plays an episode for at most so many seconds: what it generates then ends, and further requests are refused."""
     clock = asyncio.get_running_loop().time
@@ -167,7 +188,7 @@ def scheduler(
         own.train, generate, prompts,
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
         max_concurrent=rollout.max_concurrent, oversample=rollout.oversample, seed=seed, batches=steps, cursor=cursor,
-        vocabulary=vocabulary, experts=experts, check_images=check_images,
+        vocabulary=vocabulary, experts=experts, check_images=check_images, episode_seats=rollout.episode_seats,
         accept=varied if objective.shaping.dynamic_sampling else None, regroup=own.regroup,
         baseline=own.greedy if objective.advantage.mean == "greedy" else None, journal=journal,
     )  # fmt: skip

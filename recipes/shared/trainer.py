@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.runtime import hub
-from areax.core import packing, signals, step, teacher_rows
+from areax.core import advantages, packing, signals, step, teacher_rows
 from areax.core.batch import Batch
 from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
@@ -23,6 +23,7 @@ from areax.recipes.shared import (
     describe,
     learner,
     microbatch,
+    moving,
     not_finite,
     packer,
     score_head,
@@ -55,6 +56,7 @@ class Trainer:
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
       control: coefficients that adapt from batch to batch.
+      averages: moving average of the rewards of each seat, for an advantage with mean "moving".
       traced: whether a number that is not finite was looked for, which is done once.
     """
 
@@ -70,6 +72,7 @@ class Trainer:
     teacher: FrozenModel | None = None
     version: int = 0
     control: dict[str, float] = field(default_factory=dict)
+    averages: dict[int, float] = field(default_factory=dict)
     traced: bool = False
 
 
@@ -98,7 +101,11 @@ def build(
         warmup = options.critic.warmup
     teacher = _teacher(options.teacher, model, settings, run, mesh, temperature) if options.teacher else None
     objective: Any = options.objective
-    policy_score = score
+    policy_score = plain = score
+    if options.objective.score_centering:
+        policy_score = functools.partial(models.score_centred, config=settings, run=run, temperature=temperature)
+    if options.objective.needs_squares:
+        plain = functools.partial(score, per_chunk=advantages.squares)
     frozen = (teacher.params,) if teacher and options.distill_coef else ()
     if options.distill_coef:
         objective = Taught(objective, options.distill, options.distill_coef)
@@ -110,7 +117,7 @@ def build(
     policy = learner.make(
         settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
         dtype=run.dtype, balance=options.balance, adapters=options.lora, frozen=frozen,
-        plain=lambda params, batch, *_: score(params, batch), seed=seed,
+        plain=lambda params, batch, *_: plain(params, batch), seed=seed,
     )  # fmt: skip
     reading = vision.reader(model, settings, run.dtype, mesh)
     seeing = [each.settings for each in (policy, critic, teacher) if each]
@@ -194,6 +201,12 @@ def saved(trainer: Trainer) -> dict:
     return parts
 
 
+def position(trainer: Trainer, rollout: Any) -> dict[str, Any]:
+    """What a checkpoint stores beside arrays: the position in the data, and numbers that change from batch to batch."""
+    own = {"averages": [*trainer.averages.items()]} if trainer.averages else {}
+    return {"rollout": rollout, "control": dict(trainer.control), **own}
+
+
 def restore(trainer: Trainer, store: orbax.Store):
     """Restores the latest checkpoint, if any; returns the data position saved with it."""
     if store.latest is None:
@@ -206,6 +219,7 @@ def restore(trainer: Trainer, store: orbax.Store):
         trainer.reference = replace(trainer.reference, params=parts["reference"])
     trainer.version = store.latest
     trainer.control = {name: cursor["control"].get(name, value) for name, value in trainer.control.items()}
+    trainer.averages = {int(seat): value for seat, value in cursor.get("averages", ())}
     return cursor["rollout"]
 
 
@@ -221,6 +235,8 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     options, version = trainer.options, trainer.version
     if trainer.shuffle_seed is not None:
         groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
+    if options.objective.advantage.mean == "moving":
+        groups = moving.compared(groups, trainer.averages, options.objective.advantage.moving_decay)
     size = len(groups) // options.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
     cleaned = [vision.without_image_tokens(part, trainer.reading) for part in samples]

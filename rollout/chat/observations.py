@@ -32,16 +32,24 @@ async def marked(workflow: Workflow, generate: Generate, row: Mapping[str, Any])
     Raises:
       ValueError: the workflow makes samples without that array.
     """
-    token = wanted.set(True)
+    return await with_array("observation", "--objective.observation.coef", wanted, workflow, generate, row)
+
+
+async def with_array(
+    name: str, option: str, asked: contextvars.ContextVar[bool], workflow: Workflow, generate: Generate,
+    row: Mapping[str, Any],
+) -> list[Sample]:  # fmt: skip
+    """A workflow's samples, made while an array of that name is asked for; raises ValueError for some without it."""
+    token = asked.set(True)
     try:
         made = await workflow(generate, row)
     finally:
-        wanted.reset(token)
+        asked.reset(token)
     samples = [] if made is None else made if isinstance(made, list) else [made]
-    if any("observation" not in sample.arrays for sample in samples):
+    if any(name not in sample.arrays for sample in samples):
         raise ValueError(
-            "--objective.observation.coef: the workflow must mark observations, got samples without the array "
-            "'observation'; take one of several turns, or leave it out"
+            f"{option}: the workflow must mark {name}s, got samples without the array '{name}'; take one of several "
+            "turns, or leave it out"
         )
     return samples
 

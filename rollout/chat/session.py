@@ -19,7 +19,7 @@ import xxhash
 from .. import rewards
 from ..errors import ServerError
 from ..types import Completion, Generate, Image, Sample, Sampling
-from . import conversation, images, observations, template, trajectory
+from . import conversation, images, observations, states, template, trajectory
 from .detokenizer import Reader
 from .parsers import Answer, decoder, opened, said, style_for
 from .parsers import parse as parsed
@@ -143,12 +143,13 @@ class Session:
     def samples(self, *, style: trajectory.Style = "leaves", discount: float = 1.0, **fields) -> list[Sample]:
         """Converts the episode to rows of training data (`trajectory.samples`), each with `fields` in its info."""
         observed = functools.partial(observations.spans, self._tokenizer) if observations.wanted.get() else None
+        state = states.number if states.wanted.get() else None
         decode = lambda tokens: self._tokenizer.decode(self._shown(tokens.tolist()))
         return [
             row.replace(
                 info={**row.info, **fields, "prompt": decode(row.tokens[:start]), "text": decode(row.tokens[start:])}
             )
-            for row in trajectory.samples(self.interactions, style, discount, observed)
+            for row in trajectory.samples(self.interactions, style, discount, observed, state)
             for start in [int(row.mask.argmax())]
         ]
 
@@ -248,10 +249,11 @@ class Session:
 def _first(completion: Completion, end: int) -> Completion:
     """The first `end` tokens of a completion, as if it had stopped there."""
     routed, rest, mask = completion.routed, len(completion.tokens) - end, completion.sampling_mask
+    top = completion.top
     return dataclasses.replace(
         completion, tokens=completion.tokens[:end], logp=completion.logp[:end], version=completion.version[:end],
         finish="stop", text="", routed=routed if routed is None else routed[: len(routed) - rest],
-        sampling_mask=mask if mask is None else mask[:end],
+        sampling_mask=mask if mask is None else mask[:end], top=top and (top[0][:end], top[1][:end]),
     )  # fmt: skip
 
 

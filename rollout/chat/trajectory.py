@@ -76,11 +76,13 @@ class Interaction:
 
 Span = tuple[int, int, int]  # tokens [start, end) of a prompt, and the number of their kind of observation
 Observed = Callable[[Interaction], Sequence[Span]]
+State = Callable[[Interaction], int]
 
 
 def samples(
-    done: Sequence[Interaction], style: Style = "leaves", discount: float = 1.0, observed: Observed | None = None
-) -> list[Sample]:
+    done: Sequence[Interaction], style: Style = "leaves", discount: float = 1.0, observed: Observed | None = None,
+    state: State | None = None,
+) -> list[Sample]:  # fmt: skip
     """Converts an episode to rows; every sampled token is trained on in exactly one of them.
 
     "leaves": one row per interaction that no other extends, containing those it extends. A turn that is in several rows
@@ -97,6 +99,7 @@ def samples(
       done: interactions in the order in which they ended; those without a sampled token make no row.
       observed: gives the observations in an interaction's prompt; those of the turns that a row trains on become its
         array `observation`. None = rows have no such array.
+      state: gives the number of the state in which an interaction began, for the array `state`, likewise.
 
     Raises:
       ValueError: a discount with "leaves"; use `Advantage.gamma` there.
@@ -113,7 +116,7 @@ def samples(
     if style == "interactions":
         values = returns(done, discount)
         rows = [
-            _row([x], {x}, math.nan if math.isnan(total) else values[x], False, observed)
+            _row([x], {x}, math.nan if math.isnan(total) else values[x], False, observed, state)
             for x in done
             if x.completion.tokens
         ]
@@ -125,7 +128,7 @@ def samples(
             trained = {x for x in chain if x not in seen and x.completion.tokens}
             seen |= trained
             if trained:
-                rows.append(_row(chain, trained, total, True, observed))
+                rows.append(_row(chain, trained, total, True, observed, state))
     return [row.replace(components=parts, info={"episode_reward": total}) for row in rows]
 
 
@@ -155,8 +158,9 @@ def _chain(leaf: Interaction) -> list[Interaction]:
 
 
 def _row(
-    chain: Sequence[Interaction], trained: set[Interaction], reward: float, per_turn: bool, observed: Observed | None
-) -> Sample:
+    chain: Sequence[Interaction], trained: set[Interaction], reward: float, per_turn: bool, observed: Observed | None,
+    state: State | None,
+) -> Sample:  # fmt: skip
     leaf = chain[-1]
     n = len(leaf.tokens)
     tokens = np.asarray(leaf.tokens, np.int32)
@@ -183,8 +187,16 @@ def _row(
         for first, stop, kind in (span for x in chain if x in trained for span in observed(x)):
             observation[first:stop] = kind
         arrays["observation"] = "target", observation
+    if state:
+        states = np.zeros(n, np.int32)
+        for x in trained:
+            states[len(x.prompt) : len(x.tokens)] = state(x)
+        arrays["state"] = "target", states
     if leaf.completion.sampling_mask is not None:
-        arrays["sampling_mask"] = "target", _masks(chain)
+        arrays["sampling_mask"] = "target", _of_sampled(chain, lambda x: x.sampling_mask, -1)
+    if leaf.completion.top is not None:
+        arrays["sampler_ids"] = "target", _of_sampled(chain, lambda x: x.top and x.top[0], 0)
+        arrays["sampler_logp"] = "target", _of_sampled(chain, lambda x: x.top and x.top[1], 0)
     return Sample(
         tokens=tokens, mask=mask, logp=logp, version=version, turn=turn, temperature=leaf.temperature,
         rewards=tuple(rewards.items()), finish=leaf.completion.finish, arrays=arrays,
@@ -192,15 +204,15 @@ def _row(
     )  # fmt: skip
 
 
-def _masks(chain: Sequence[Interaction]) -> np.ndarray:
-    """The tokens that each sampled token was drawn from; -1 for those of prompts."""
-    leaf = chain[-1].completion.sampling_mask
+def _of_sampled(chain: Sequence[Interaction], of: Callable[[Completion], np.ndarray | None], rest: int) -> np.ndarray:
+    """An array of the completions, [tokens, ...]; `rest` at the tokens of prompts."""
+    leaf = of(chain[-1].completion)
     assert leaf is not None
-    masks = np.full((len(chain[-1].tokens), leaf.shape[1]), -1, np.int32)
+    made = np.full((len(chain[-1].tokens), *leaf.shape[1:]), rest, leaf.dtype)
     for x in chain:
-        if x.completion.sampling_mask is not None:
-            masks[len(x.prompt) : len(x.tokens)] = x.completion.sampling_mask
-    return masks
+        if (own := of(x.completion)) is not None:
+            made[len(x.prompt) : len(x.tokens)] = own
+    return made
 
 
 def _routed(chain: Sequence[Interaction]) -> np.ndarray:

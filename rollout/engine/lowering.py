@@ -20,8 +20,8 @@ from ...parallel import mesh
 from . import budget, grammar
 from .options import Options
 from .programs import decode as decoding
-from .programs import drafts, images, mtp_drafts, penalties, pool, prefill, sampling, staging
-from .request import STOPS
+from .programs import drafts, images, mtp_drafts, penalties, pool, prefill, staging
+from .request import FEW, STOPS
 
 IMAGE = 1024  # tokens of the image that `encode` reads
 
@@ -127,7 +127,7 @@ def _scores(of: _Shapes) -> jax.stages.Lowered:
     R, T = _chunks(of)
     hidden_RTD = of.array(of.dtype, R, T, of.config.embed)
     with jax.set_mesh(of.on):
-        return prefill.scores.lower(of.weights, hidden_RTD, 0, _host(T), config=of.config, top=sampling.TOP)
+        return prefill.scores.lower(of.weights, hidden_RTD, 0, _host(T), config=of.config, top=FEW)
 
 
 def _encode(of: _Shapes) -> jax.stages.Lowered:

@@ -21,7 +21,7 @@ from .live import Live
 from .prefixes import Prefix
 from .programs import prefill as programs
 from .programs.images import Part, Views
-from .request import TOP
+from .request import FEW, TOP
 
 
 @dataclass(eq=False)
@@ -339,7 +339,8 @@ class Prompts:
             return
         target_T = np.zeros(T, np.int32)
         target_T[: chunk.end - chunk.start] = request.prompt[chunk.start + 1 : chunk.end + 1]
-        logp_T, best = self._device.run("scores", row, target_T, TOP if request.top_logprobs else 0)
+        top = request.top_logprobs and (FEW if request.top_logprobs <= FEW else TOP)
+        logp_T, best = self._device.run("scores", row, target_T, top)
         of = slice(max(first - 1 - chunk.start, 0), chunk.end - chunk.start)  # hidden[t] predicts token t + 1
         progress.input_logp += logp_T[of].tolist()
         if request.top_logprobs:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from ..types import Image
 
-TOP = 20  # most likeliest tokens reported per position
+TOP = 128  # most likeliest tokens reported per position
+FEW = 20  # as many as OpenAI's API has: prompts are scored by a program of its own for so many
 STOPS = 32  # most stop ids of a request, including the model's
 KEPT = 1024  # most tokens of a sampling mask
 BIASES = 1024  # most tokens of a logit_bias

@@ -197,6 +197,7 @@ class Fleet:
         ignore_eos: bool = False,
         routed_experts: bool = False,
         sampling_mask: bool = False,
+        top_logprobs: int = 0,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         repetition_penalty: float = 1.0,
@@ -226,6 +227,7 @@ class Fleet:
             a resumption recomputes them with other weights.
           sampling_mask: also report the tokens that each token was drawn from, those that top_k, top_p and min_p keep;
             `logp` is then that among them. Needs a top_k.
+          top_logprobs: also report this many of the likeliest tokens at each place; `areax serve` has 128 at most.
           seed: the random stream of this completion; retries and resumptions continue it, because servers draw token i
             with (seed, absolute index). Needs `fleet.seeded`.
           until: time of the event loop's clock at which generation ends, waits included: the completion is then what
@@ -234,7 +236,8 @@ class Fleet:
             they may differ from before; an exception in it ends the request.
           record: has the tokens that a former process recorded of the same request, which then goes on behind them, and
             gets those that are new: while they arrive from SGLang and `areax serve`, else after interruptions. Not with
-            `routed_experts` or `sampling_mask`, nor where a server must generate a completion in one piece.
+            `routed_experts`, `sampling_mask` or `top_logprobs`, nor where a server must generate a completion in one
+            piece.
 
         Raises:
           ValueError: the server refused the request (prompt too long, a bad parameter), or does
@@ -286,6 +289,7 @@ class Fleet:
             **({"logit_bias": {str(id): float(bias) for id, bias in logit_bias.items()}} if logit_bias else {}),
             **{name: text for name, text in (("json_schema", json_schema), ("regex", regex), ("ebnf", ebnf)) if text},
             **({"sampling_mask": True} if sampling_mask else {}),
+            **({"top_logprobs": int(top_logprobs)} if top_logprobs else {}),
             **({"seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
@@ -294,7 +298,7 @@ class Fleet:
         if seed is None and self._any_seeded:  # such servers give all requests without a seed the same
             sampling["seed"] = random.getrandbits(63)
         begun, keep = Generated([], [], []), None
-        if record and not (routed_experts or sampling_mask or STATEFUL & sampling.keys()):
+        if record and not (routed_experts or sampling_mask or top_logprobs or STATEFUL & sampling.keys()):
             begun, keep = record.begun(request) or begun, functools.partial(record.keep, request)
         if begun.finish:
             self.counts["recalled"] += len(begun.tokens)
@@ -437,6 +441,7 @@ class Fleet:
             routed=routed,
             info={**part.info, "url": server.url, "resumed": resumed},
             sampling_mask=_padded(made.masks, sampling["top_k"]) if "sampling_mask" in sampling else None,
+            top=_likeliest(made.top, sampling["top_logprobs"]) if "top_logprobs" in sampling else None,
         )
 
     async def _send(
@@ -728,7 +733,8 @@ def _hash(prompt: image_tokens.TokensPrompt, sampling: Mapping[str, Any]) -> str
 
 
 def _generated(part: Part) -> Generated:
-    return Generated(part.tokens, part.logp, [*map(version_of, part.labels)], masks=[*part.masks])
+    labels = [*map(version_of, part.labels)]
+    return Generated(part.tokens, part.logp, labels, masks=[*part.masks], top=[*part.top])
 
 
 def _padded(masks: Sequence[np.ndarray], top_k: int) -> np.ndarray:
@@ -737,6 +743,12 @@ def _padded(masks: Sequence[np.ndarray], top_k: int) -> np.ndarray:
     for row, ids in zip(made, masks, strict=True):
         row[: len(ids)] = ids
     return made
+
+
+def _likeliest(top: Sequence[tuple[list[int], list[float]]], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, log-probabilities) of the likeliest tokens at each place, i32 and f32[n, count]."""
+    ids, logp = zip(*top, strict=True) if top else ([], [])
+    return np.array(ids, np.int32).reshape(-1, count), np.array(logp, np.float32).reshape(-1, count)
 
 
 def _joined(before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:

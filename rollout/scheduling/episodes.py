@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..errors import ServerError, WrongSample
 from ..journal.calls import Calls
 from ..processes.printable import one_line, shown
 from ..rewards.signatures import Regroup, Score
-from ..types import Generate, Sample, Workflow
+from ..types import SEATS, Generate, Sample, Workflow
 from .validation import checked
 
 Check = Callable[[Sample], Sample]
@@ -97,6 +97,7 @@ async def group(
     seed: int | None,
     check: Check = checked,
     regroup: Regroup | None = None,
+    episode_seats: Collection[int] = (),
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
     known: Mapping[int, list[Sample]] = NONE,
@@ -115,6 +116,7 @@ async def group(
         episode is retried as if its servers had failed.
       regroup: called with the samples of each episode that has some, returns the rewards of these episodes, or None:
         they keep theirs.
+      episode_seats: seats that are compared with each other within each episode (hierarchical GRPO): these are a group.
       on_retry: called before an episode is retried.
       on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
         if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
@@ -158,7 +160,9 @@ async def group(
             played = [[_rewarded(sample, new[index]) for sample in samples] for index, samples in enumerate(played)]
     return [
         sample.replace(
-            group=_of_seat(sample.seat, prompt),
+            group=_of_seat(
+                *((SEATS, prompt * size + index) if sample.seat in episode_seats else (sample.seat, prompt))
+            ),
             prompt=prompt,
             rollout=_of_seat(sample.seat, prompt * size + index),
             sample=(prompt * size + index) * ROWS + j,
@@ -170,7 +174,8 @@ async def group(
 
 
 def _of_seat(seat: int, number: int) -> int:
-    """The id of a seat's group or rollout: seats are compared among themselves, and each has a reward of its own."""
+    """The id of a seat's group or rollout: seats are compared among themselves, and each has a reward of its own. Seat
+    SEATS stands for those that are compared within an episode."""
     return seat << 48 | number
 
 

@@ -27,7 +27,7 @@ import asyncio
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -87,6 +87,7 @@ class Executor:
         vocabulary: int | None = None,
         experts: int | None = None,
         check_images: CheckImages | None = None,
+        episode_seats: Collection[int] = (),
         journal: Journal | None = None,
     ):
         """
@@ -110,6 +111,7 @@ class Executor:
           vocabulary: number of the policy's tokens, which samples must stay within; None = unknown.
           experts: number of its experts in a layer, likewise.
           check_images: checks the images of samples, as `validation.checked` has it.
+          episode_seats: as in `episodes.group`.
           journal: where episodes, the calls of those that go on, and batches are kept, and which has those of a former
             process.
         """
@@ -131,7 +133,7 @@ class Executor:
         self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
         self.regroup, self.batches, self.oversample = regroup, batches, oversample
         self.vocabulary, self.experts, self.check_images = vocabulary, experts, check_images
-        self.journal = journal
+        self.journal, self.episode_seats = journal, episode_seats
         self._version: int | None = None  # admitted by all servers
         self._forms: dict[str, str] | None = None  # of the first sample
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
@@ -455,6 +457,7 @@ class Executor:
             seed=self.seed,
             check=functools.partial(self._alike, oldest=begun.version),
             regroup=self.regroup,
+            episode_seats=self.episode_seats,
             on_retry=functools.partial(self._count, "retries", 1),
             on_lost=functools.partial(self._count, "lost"),
             known=begun.episodes,

@@ -21,6 +21,7 @@ FINISHES = tuple(finish for finish in get_args(Finish) if finish != "error")  # 
 LONGEST = 2**20  # tokens of an answer, where no number is asked for
 BESIDES, A_TOKEN, EXPERTS = 2**20, 2**10, 2**15  # bytes of an answer: besides its tokens, of each, of its experts
 AN_ID = 2**4  # bytes of a token id in a sampling mask
+A_LIKELY = 2**6  # bytes of one of the likeliest tokens, with its log-probability
 ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 RESERVED = 512  # tokens of the context that servers may keep free, such as pages
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ServerError
 from . import answers, sglang_answers
-from .answers import A_TOKEN, AN_ID, BESIDES, EXPERTS, LONGEST
+from .answers import A_LIKELY, A_TOKEN, AN_ID, BESIDES, EXPERTS, LONGEST
 from .concurrency import Report
 from .endpoint import Endpoint
 from .image_tokens import TokensPrompt
@@ -238,11 +238,11 @@ class SGLang(Endpoint):
         if experts_per_token:
             body["return_routed_experts"] = True
         asked, masked = sampling.get("max_new_tokens", LONGEST), sampling.get("sampling_mask", False)
-        top_k = sampling["top_k"] if masked else 0
+        top_k, top = sampling["top_k"] if masked else 0, sampling.get("top_logprobs", 0)
         seen: list[int] = []
 
         def checked(answer: Mapping[str, Any], experts: int = 0) -> Part:
-            part = self._part(answer, body["rid"], experts, top_k=top_k)
+            part = self._part(answer, body["rid"], experts, top_k=top_k, top=top)
             with answers.named(f"{self.url}/generate"):
                 answers.check(part, seen, prompt, sampling, asked, self.context)
             return part
@@ -261,7 +261,8 @@ class SGLang(Endpoint):
                 if on_part and so_far:
                     on_part(checked(so_far))
 
-        most = BESIDES + (len(prompt.tokens) + asked) * (A_TOKEN + EXPERTS * bool(experts_per_token) + AN_ID * top_k)
+        a_token = A_TOKEN + EXPERTS * bool(experts_per_token) + AN_ID * top_k + A_LIKELY * top
+        most = BESIDES + (len(prompt.tokens) + asked) * a_token
         if on_tokens or on_part:
             body["sampling_params"] |= {"stream_interval": every} if every > 1 else {}
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event, most=most)
@@ -328,10 +329,11 @@ class SGLang(Endpoint):
             ) from error
 
     def _part(
-        self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True, top_k: int = 0
+        self, answer: Mapping[str, Any], rid: str, experts_per_token: int = 0, *, generated: bool = True,
+        top_k: int = 0, top: int = 0,
     ) -> Part:  # fmt: skip
         with answers.named(f"{self.url}/generate"):
-            part = sglang_answers.part(answer, experts_per_token, generated, self.vocabulary, top_k)
+            part = sglang_answers.part(answer, experts_per_token, generated, self.vocabulary, top_k, top)
         name = part.info.get("id")
         self.names_answers |= name is not None
         if name != rid and self.names_answers:
@@ -346,7 +348,7 @@ def _body(
     prompt: TokensPrompt, sampling: Mapping[str, Any], adapter: str, cache_key: str, rid: str = ""
 ) -> dict[str, Any]:
     params = {("sampling_seed" if name == "seed" else name): value for name, value in sampling.items()}
-    masked = params.pop("sampling_mask", False)
+    masked, top = params.pop("sampling_mask", False), params.pop("top_logprobs", 0)
     return {
         "input_ids": prompt.short(),
         **({"image_data": prompt.data()} if prompt.images else {}),
@@ -354,6 +356,7 @@ def _body(
         "return_logprob": True,
         "rid": rid or secrets.token_hex(16),
         **({"return_sampling_mask": True} if masked else {}),
+        **({"top_logprobs_num": top} if top else {}),
         **({"extra_key": cache_key} if cache_key else {}),
         **({"lora_path": adapter} if adapter else {}),
     }

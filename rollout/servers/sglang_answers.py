@@ -21,7 +21,7 @@ BULKY = (
 
 
 def part(
-    answer: Mapping[str, Any], experts_per_token: int, generated: bool, vocabulary: int, top_k: int = 0
+    answer: Mapping[str, Any], experts_per_token: int, generated: bool, vocabulary: int, top_k: int = 0, top: int = 0
 ) -> Part:  # fmt: skip
     """The answer to a request for one completion.
 
@@ -31,6 +31,7 @@ def part(
       vocabulary: number of tokens of the model; 0 = unknown.
       top_k: most tokens that each token was drawn from, if they were asked for: log-probabilities are then those among
         them.
+      top: number of the likeliest tokens at each place, if they were asked for.
 
     Raises:
       ServerError: a value that is out of range, in words.
@@ -72,6 +73,7 @@ def part(
         adapter=text(meta.get("lora_path")),
         preemptions=positive(meta, "num_retractions"),
         masks=masks,
+        top=_likeliest(meta.get("output_top_logprobs"), len(tokens), vocabulary, top) if top else (),
     )  # fmt: skip
 
 
@@ -114,6 +116,18 @@ def _masks(rows: Any, tokens: Sequence[int], vocabulary: int, top_k: int) -> lis
                 "last; use areax serve, which leaves such out, or lower top_p"
             )
     return [np.unique(np.array(row, np.int32)) for row in rows or ()]
+
+
+def _likeliest(rows: Any, count: int, vocabulary: int, top: int) -> list[tuple[list[int], list[float]]]:
+    """(ids, log-probabilities) of the `top` likeliest tokens at each of `count` places; raises ServerError unless there
+    are as many."""
+    if len(rows or ()) != count:
+        raise ServerError(f"likeliest tokens at {count} places were asked for, got those at {len(rows or ())}")
+    made = [(ids([one[1] for one in row], vocabulary), logprobs([one[0] for one in row])) for row in rows or ()]
+    for own, _ in made:
+        if len({*own}) != top:
+            raise ServerError(f"the {top} likeliest tokens were asked for, got {len({*own})}: {own!r:.80}")
+    return made
 
 
 def _routed(meta: Mapping[str, Any], experts_per_token: int, new: int) -> np.ndarray | None:

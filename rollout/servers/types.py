@@ -29,6 +29,7 @@ class Part:
       input_top: the most likely tokens at each prompt position, if requested.
       adapter: the adapter that the server reports; "" if it reports none.
       masks: the ids of the tokens that each token was drawn from, ascending, if requested.
+      top: (ids, log-probabilities) of the likeliest tokens at each token's place, if requested.
       preemptions: how often the server discarded the request's cache and recomputed it.
     """
 
@@ -44,6 +45,7 @@ class Part:
     adapter: str = ""
     preemptions: int = 0
     masks: Sequence[np.ndarray] = ()
+    top: Sequence[tuple[list[int], list[float]]] = ()
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,8 @@ class VLLM(Endpoint):
             raise ValueError(f"{self.url}: images are not sent to vLLM; generate with SGLang or areax serve")
         if sampling.get("sampling_mask"):
             raise ValueError(f"{self.url}: sampling masks of vLLM are not read yet; use areax serve or SGLang")
+        if sampling.get("top_logprobs"):
+            raise ValueError(f"{self.url}: top_logprobs of vLLM are not read yet; use areax serve or SGLang")
         if self.mode == "raw_logprobs" and sampling.get("temperature", 1.0) != 1:
             raise ValueError(
                 f"{self.url}: log-probabilities must be of what is sampled from, at temperature "

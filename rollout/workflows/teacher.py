@@ -39,7 +39,7 @@ async def score(
     the server leaves out or reports as null is NaN.
 
     Args:
-      top_k: K. The embedded server reports up to 20.
+      top_k: K. The embedded server reports up to 128.
       vocabulary: size of the student's vocabulary, of which the teacher's is PADDED times as large at most.
 
     Raises:

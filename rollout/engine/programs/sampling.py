@@ -106,7 +106,7 @@ def choose(
     K = min(TOP, V)
 
     def top(logits_SV):
-        value_SK, id_SK = likeliest(logits_SV / _temperature(controls)[:, None], K)
+        value_SK, id_SK = likeliest(logits_SV / _temperature(controls)[:, None], K, jnp.max(top_S))
         return value_SK - lse_S[:, None], id_SK
 
     def none(_):
@@ -162,13 +162,13 @@ def argmax(x_SV):
     return jnp.min(jnp.where(x_SV == largest_S1, at_SV, x_SV.shape[1] - 1), -1)
 
 
-def likeliest(x_SV, K: int):
-    """(values [S, K], ids i32[S, K]) of the K largest of each row, of equal ones the first. For `jax.lax.top_k` a TPU's
-    compiler takes half a minute."""
-    return by_turns(x_SV, K) if hardware.platform() == "tpu" else jax.lax.top_k(x_SV, K)
+def likeliest(x_SV, K: int, count=None):
+    """(values [S, K], ids i32[S, K]) of the K largest of each row, of equal ones the first; those behind the first
+    `count` may be anything. For `jax.lax.top_k` a TPU's compiler takes half a minute."""
+    return by_turns(x_SV, K, count) if hardware.platform() == "tpu" else jax.lax.top_k(x_SV, K)
 
 
-def by_turns(x_SV, K: int):
+def by_turns(x_SV, K: int, count=None):
     """`likeliest`, one after the other: a pass over the values for each."""
     S, V = x_SV.shape
     at_SV = jnp.arange(V, dtype=jnp.int32)[None]
@@ -183,7 +183,8 @@ def by_turns(x_SV, K: int):
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=k, axis=1)
         return put(value_SK, value_S1), put(id_SK, id_S1)
 
-    return jax.lax.fori_loop(0, K, turn, (jnp.zeros((S, K), x_SV.dtype), jnp.zeros((S, K), jnp.int32)))
+    turns = K if count is None else jnp.minimum(count, K)
+    return jax.lax.fori_loop(0, turns, turn, (jnp.zeros((S, K), x_SV.dtype), jnp.zeros((S, K), jnp.int32)))
 
 
 def filtered(x_SV, controls: Controls):

@@ -118,7 +118,11 @@ class OpenAI:
         """Answers a conversation."""
         ask, prompt, reasoning, seen = await off_loop(http, self._read_conversation, path, await self._body(http))
         body = ask.body
-        top = fields.integer(body, "top_logprobs", least=0) if body.get("top_logprobs") is not None else 0
+        top = (
+            fields.integer(body, "top_logprobs", least=0, most=completions.TOP)
+            if body.get("top_logprobs") is not None
+            else 0
+        )
         rule(not top or body.get("logprobs"), "top_logprobs", "needs logprobs", top)
         whole = functools.partial(self._whole, ask, reasoning)
         asked = await self._requests(

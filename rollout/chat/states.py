@@ -1,0 +1,37 @@
+"""The state in which each turn of an episode began, for credit by state (`core.advantages.by_state`)."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from ..types import Generate, Sample, Workflow
+from .observations import with_array
+from .trajectory import Interaction
+
+wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("states", default=False)
+
+
+async def marked(workflow: Workflow, generate: Generate, row: Mapping[str, Any]) -> list[Sample]:
+    """A workflow whose samples have the "target" array `state` i32[n]: the number of the state in which a sampled
+    token's turn began, 0 = none; bind `workflow` with `functools.partial`.
+
+    Raises:
+      ValueError: the workflow makes samples without that array.
+    """
+    return await with_array("state", "--objective.advantage.state-coef", wanted, workflow, generate, row)
+
+
+def number(x: Interaction) -> int:
+    """The number of an interaction's state, an i32 other than 0: a hash of the messages behind the answer before, which
+    are what the environment showed last; of a prompt of tokens, of those behind it."""
+    if x.messages:
+        new = x.messages[len(x.parent.conversation) if x.parent else 0 :]
+        text = json.dumps(new, sort_keys=True, default=lambda image: image.hash)
+    else:
+        text = str(x.prompt[len(x.parent.tokens) if x.parent and x.extends else 0 :])
+    return xxhash.xxh32_intdigest(text.encode()) - 2**31 or 1
