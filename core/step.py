@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import balance, hardware, metrics, packing, rounding
+from . import balance, hardware, metrics, optim, packing, rounding
 from .batch import Batch
 
 LARGE = 2**29  # bytes
@@ -54,6 +54,7 @@ def make_step(
     shardings: State | None = None,
     adjust: Callable = lambda params, aux: params,
     sums: Any = None,
+    average: bool = False,
 ) -> Callable:
     """Returns jitted `step(state, batch, *frozen) -> (state, metrics)` for a prepared Batch [M, B, T].
 
@@ -68,6 +69,8 @@ def make_step(
       adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient, such as
         `balance.update_biases`; `aux` is `out.aux` summed over the batch.
       sums: as `no_gradient`.
+      average: `score` gets one more argument behind `frozen`: the average of the weights before the step that the
+        optimiser keeps (`optim.averaged`), for a teacher that follows its student.
 
     Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `update_ratio` (norm of the update over that
     of the weights), `skipped`, with experts `balance.report`.
@@ -76,6 +79,8 @@ def make_step(
     gradient_of = whole_gradient(score, objective, sums)
 
     def step(state: State, batch: Batch, *frozen):
+        if average:
+            frozen = (*frozen, optim.averaged(state.params, state.opt_state))
         gradient, report, aux = gradient_of(state.params, batch, *frozen)
         state, moved = _update(optimizer, state, gradient, shardings, lambda params: adjust(params, aux))
         return state, report | moved

@@ -19,7 +19,7 @@ import jax
 from areax.adapters.data import images
 from areax.core import losses
 from areax.models import frozen as teacher
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, teachers
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, ranges, resume, teachers
 from areax.rollout import client
 from areax.rollout.chat import conversation
 from areax.rollout.fleet import members
@@ -45,6 +45,8 @@ class Config(offline_options.Options):
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
         "teacher"; servers of one name share the load. They need `objective.top_k`. Their key is in AREAX_TEACHER_KEY.
       self_distillation: instead, the student at its current weights is the teacher, which reads "teacher_prompt".
+      average_teacher: with `self_distillation` the teacher has the average of the student's weights that `optim.ema`
+        keeps, one more copy of them, instead of the current ones.
       objective: the divergence, its temperature and top-k, and the weight of an SFT term.
       heldout: rows to evaluate on; they are never trained on. "" = none.
       run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
@@ -54,6 +56,7 @@ class Config(offline_options.Options):
     teacher: str = ""
     teachers: tuple[str, ...] = ()
     self_distillation: bool = False
+    average_teacher: bool = False
     objective: losses.Distill = losses.Distill(divergence="forward")
 
 
@@ -107,7 +110,7 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     own = learner.make(
         settings, params, score, config.objective, config.optim, mesh, updates=config.steps, dtype=run.dtype,
         balance=config.balance,
-        adapters=config.lora, frozen=local[1:] if local else (), seed=config.seed,
+        adapters=config.lora, frozen=local[1:] if local else (), average=config.average_teacher, seed=config.seed,
     )  # fmt: skip
     with served_teachers(config, tokens, settings.vocab) as annotate:
         return offline.fit(
@@ -126,6 +129,8 @@ def check(config: Config) -> None:
         raise ValueError(
             f"distill: name either --teacher, a directory, or --teachers, servers, or --self-distillation, got {both}"
         )
+    for why in ranges.average_teacher(config):
+        raise ValueError(f"distill: {why}")
     if config.teachers and not spec.top_k:
         raise ValueError(
             "distill: --teachers give the likeliest tokens got --objective.top-k 0; say how many, or take --teacher"

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from areax import models
-from areax.core import divergence, losses, metrics, packing, step, teacher_rows
+from areax.core import divergence, losses, metrics, optim, packing, step, teacher_rows
 from areax.models import frozen
 from areax.parallel import batches, mesh, rules
 from areax.rollout.types import Image, supervised
@@ -85,7 +85,9 @@ def test_samples_whose_teacher_reads_another_prompt_share_no_tokens():
     alike = [supervised([1] * 20, [i], rollout=i) for i in range(4)]
     assert packing.pack_tries(alike, LENGTH, rows=1).trie is not None
     told = [s.replace(teacher_prompt=(5,)) for s in alike]
-    assert packing.pack_tries(told, LENGTH, rows=1).trie is None
+    tried, plain = packing.pack_tries(told, LENGTH, rows=1), packing.pack(told, LENGTH, rows=1)
+    assert tried.trie is None
+    jax.tree.map(np.testing.assert_array_equal, tried, plain)
 
 
 # -- the loss ------------------------------------------------------------------------------------
@@ -156,6 +158,34 @@ def test_a_student_that_reads_what_its_teacher_reads_has_nothing_to_learn():
     score = partial(frozen.score, objective=losses.Distill("js"), config=config, teacher_config=config)
     out = score(params, batch, run=models.Run())
     np.testing.assert_allclose(out.extra["divergence"], 0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_teacher_may_be_the_average_of_its_student():
+    """SDPO: teacher <- 0.75 teacher + 0.25 student after each step, kept in numpy and given as a local teacher."""
+    (config, params), objective = model(), losses.Distill("reverse")
+    optimizer = optim.make_optimizer(optim.Optimizer("sgd", lr=1.0, clip=0, ema=0.75), models.table(config))
+    score = partial(frozen.score, objective=objective, config=config, teacher_config=config, run=RUN)
+    batch = objective.prepare(jax.tree.map(jnp.asarray, packing.pack(samples(), LENGTH, rows=4)))
+    start = lambda: step.init(jax.tree.map(jnp.copy, params), optimizer)
+    state, by_hand, live = start(), start(), start()
+    follows = step.make_step(score, objective, optimizer, average=True)
+    given = step.make_step(score, objective, optimizer)
+    teacher = jax.tree.map(np.asarray, params)
+    for _ in range(3):
+        state, report = follows(state, batch)
+        by_hand, wanted = given(by_hand, batch, teacher)
+        live, _ = given(live, batch)
+        teacher = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * np.asarray(new), teacher, by_hand.params)
+        np.testing.assert_allclose(metrics.to_dict(report)["loss"], metrics.to_dict(wanted)["loss"], rtol=1e-5)
+    far = 0.0
+    trees = state.params, by_hand.params, live.params, params
+    for a, b, other, begun in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b - begun).max()) + 2e-7)
+        far = max(far, float(jnp.abs(a - other).max()))
+    assert far > 1e-3  # the student itself teaches something else
+    for a, b in zip(*map(jax.tree.leaves, (optim.averaged(state.params, state.opt_state), teacher)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 @pytest.mark.mesh

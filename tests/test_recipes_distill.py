@@ -100,6 +100,33 @@ def test_a_student_learns_what_it_says_with_more_to_read(place, capsys):
     assert abs(same["divergence"]) < 1e-6
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_average_of_a_student_teaches_it_and_survives_a_restart(place, rank):
+    itself = dict(teacher="", self_distillation=True, data=str(place / "told.jsonl"), lora=Lora(rank=rank), steps=4)
+    follows = itself | dict(average_teacher=True, save_every=2, heldout=str(place / "told.jsonl"))
+    rate = config(place, "").optim
+    averaged, live = (replace(rate, lr=3e-2, ema=decay) for decay in (0.9, 0.0))
+    whole = distill.main(config(place, f"follows-{rank}", **follows, optim=averaged))
+    lines = [x for x in run_dir.read_lines(place / f"follows-{rank}/metrics.jsonl") if "loss" in x]
+    tiny.cut_off(place / f"follows-{rank}", place / f"again-{rank}", 2)
+    again = distill.main(config(place, f"again-{rank}", **follows, optim=averaged))
+    assert whole["complete"] and again["loss"] == whole["loss"]
+    a, b = (hf.load(place / f"{name}-{rank}/model")[1] for name in ("follows", "again"))
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    distill.main(config(place, f"live-{rank}", **itself, optim=live))
+    others = [x for x in run_dir.read_lines(place / f"live-{rank}/metrics.jsonl") if "loss" in x]
+    assert lines[0]["loss"] == others[0]["loss"]  # the average begins as the student
+    assert abs(lines[-1]["loss"] / others[-1]["loss"] - 1) > 1e-3
+
+
+def test_an_average_that_nobody_keeps_cannot_teach(place):
+    for more in (dict(self_distillation=True, teacher=""), dict(optim=Optimizer(ema=0.9))):
+        with pytest.raises(ValueError, match="distill: --average-teacher needs --self-distillation and --optim.ema"):
+            distill.check(config(place, "kept", average_teacher=True, **more))
+
+
 def test_rows_that_a_teacher_cannot_read_are_refused(place):
     itself = dict(teacher="", self_distillation=True)
     for row, words in (

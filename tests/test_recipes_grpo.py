@@ -377,6 +377,10 @@ def test_a_policy_is_its_own_teacher_with_more_to_read(place):
     done = grpo.main(run("told", data=str(place / "told.jsonl"), objective=objective, lora=Lora(rank=2)))
     lines = [x for x in run_dir.read_lines(place / "told/metrics.jsonl") if x["kind"] == "grpo"]
     assert done["complete"] and all(x["divergence"] > 0.01 and x["grad_norm"] > 0 for x in lines)
+    follows = dict(average_teacher=True, optim=Optimizer(lr=1e-3, ema=0.9))
+    grpo.main(run("follows", data=str(place / "told.jsonl"), objective=objective, **follows))
+    first, second = (x for x in run_dir.read_lines(place / "follows/metrics.jsonl") if x["kind"] == "grpo")
+    assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-3) and second["divergence"] > 0.01
     grpo.main(run("same", data=str(place / "same.jsonl"), objective=objective))
     first = next(x for x in run_dir.read_lines(place / "same/metrics.jsonl") if x["kind"] == "grpo")
     assert abs(first["divergence"]) < 1e-6 and first["grad_norm"] < 1e-4

@@ -90,7 +90,7 @@ def _observed(side: Side, found: list, batches, scalars, seen) -> tuple | None:
     trainer = side.trainer
     with jax.set_mesh(trainer.mesh):
         ready, _ = prepared(trainer, placed(trainer, batches[:1], scalars, seen[:1]))
-        found[:] = [side.gradient(trainer.policy.state.params, ready[0], *trainer.policy.frozen)]
+        found[:] = [side.gradient(trainer.policy.state.params, ready[0], *trainer.policy.beside)]
     return train_packed(trainer, batches, scalars, seen)
 
 

@@ -34,6 +34,7 @@ class Learner:
       score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are, and `step` can be
         lowered.
       needs_scores: whether `prepare` needs scores of the current weights.
+      average: `score` gets the average of the weights that the optimiser keeps behind `frozen`.
       ran: the program that ran last, by its name and the shape of its batch.
     """
 
@@ -49,13 +50,19 @@ class Learner:
     prepare: Callable
     step: Any
     needs_scores: bool
+    average: bool = False
     ran: tuple = ()
+
+    @property
+    def beside(self) -> tuple:
+        """What `score` gets behind the batch: `frozen`, and the average if it is taught by that."""
+        return (*self.frozen, averaged(self).params) if self.average else self.frozen
 
 
 def make(
     settings, params, score: Callable, objective, spec: optim.Optimizer, mesh: jax.sharding.Mesh, *, updates: int,
     dtype: str | None = None, balance: Balance | None = None, adapters: Lora | None = None, frozen: tuple = (),
-    plain: Callable | None = None, seed: int = 0,
+    plain: Callable | None = None, average: bool = False, seed: int = 0,
 ) -> Learner:  # fmt: skip
     """Builds a learner for an objective.
 
@@ -66,6 +73,7 @@ def make(
       adapters: with rank > 0 these train and `params` are frozen; a router's bias cannot move then.
       frozen: weights that are used but not trained, such as a teacher's.
       plain: replaces `score` in `scores`, without what only the loss needs.
+      average: `score` gets the weights' average, which `spec.ema` keeps, behind `frozen`; whole, as its first argument.
       seed: random seed of new adapters.
 
     Raises:
@@ -74,15 +82,19 @@ def make(
     adapters = adapters if adapters and adapters.rank else None
     kept, (params, tower) = written(settings), _apart(settings, params)
     table, frozen = models.table(kept), (*tower, *frozen)
+    whole_of = lambda params, batch, *_: params
     if tower:
-        score = vision.over_frozen(score)
+        score, whole_of = vision.over_frozen(score), vision.over_frozen(whole_of)
         plain = vision.over_frozen(plain) if plain else None
     if adapters:
         peft.modules(settings, adapters)  # refuses what could not be exported once it is trained
         params = _quantised(params, table, adapters, mesh)
         table, frozen = lora.table(table, adapters), (params, *frozen)
-        score, params = lora.over_base(score, adapters), common.draw(table, seed, mesh)
+        score, whole_of = lora.over_base(score, adapters), lora.over_base(whole_of, adapters)
+        params = common.draw(table, seed, mesh)
         plain = lora.over_base(plain, adapters) if plain else None
+    if average:
+        score = _beside_average(score, whole_of)
     spec = replace(spec, steps=spec.steps or updates)
     balance = balance or Balance()
     whole = wrap(objective, balance)
@@ -96,12 +108,23 @@ def make(
         shardings = rules.of_state(optimizer, table, mesh)
         state = step.init(optim.narrowed(params, table, spec.weights), optimizer, shardings)
         update = step.make_step(
-            score, whole, optimizer, shardings, adjust=adjust(balance), sums=optim.sums(table, spec)
+            score, whole, optimizer, shardings, adjust=adjust(balance), sums=optim.sums(table, spec), average=average
         )
     return Learner(
         settings, kept, objective, adapters, state, tower, frozen, score, step.make_scores(plain or score),
-        jax.jit(whole.prepare), update, whole.needs_scores,
+        jax.jit(whole.prepare), update, whole.needs_scores, average,
     )  # fmt: skip
+
+
+def _beside_average(score: Callable, whole: Callable) -> Callable:
+    """`score` whose last argument is completed by `whole(params, batch, *frozen)`, as adapters by the weights under
+    them."""
+
+    def beside(params, batch, *given):
+        *frozen, average = given
+        return score(params, batch, *frozen, whole(average, batch, *frozen))
+
+    return beside
 
 
 def written(settings):
@@ -154,11 +177,11 @@ def computed(run: models.Run) -> models.Run:
     return replace(run, dtype=run.dtype or models.default_dtype(platform), remat=remat.chosen(run.remat, platform))
 
 
-def scored(own: Learner, batch):
-    """The scores of a batch [M, B, T] at the current weights."""
+def scored(own: Learner, batch, params=None):
+    """The scores of a batch [M, B, T] at the current weights, or at others of the same shapes."""
     _room_for(own, "scores", batch)
     # One computation at a time: gloo, which connects processes on the CPU, hangs if many are queued.
-    return jax.block_until_ready(own.scores(own.state.params, batch, *own.frozen))
+    return jax.block_until_ready(own.scores(own.state.params if params is None else params, batch, *own.frozen))
 
 
 def _room_for(own: Learner, name: str, batch) -> None:
@@ -204,8 +227,13 @@ def export(own: Learner, out, *, tokenizer, base: str):
         return _export(own, out, tokenizer, base)
 
 
+def averaged(own: Learner) -> step.State:
+    """The state with the average of the weights in their place, if the optimiser keeps one."""
+    return replace(own.state, params=optim.averaged(own.state.params, own.state.opt_state))
+
+
 def _export(own: Learner, out, tokenizer, base: str):
-    state = replace(own.state, params=optim.averaged(own.state.params, own.state.opt_state))
+    state = averaged(own)
     if own.adapters:
         peft.save(out / "adapter", own.settings, state.params, own.adapters, base=base)
     start = Path(hub.folder(base))  # which a run that has read it can do without

@@ -142,7 +142,7 @@ def _quantities(own: Learner, raw: Batch, ready: Batch, critic: Learner | None) 
             yield what, x, learnt_BT, 1
     if critic:
         yield "the critic's value", learner.scored(critic, raw).value_BT, learnt_BT, 1
-    out = jax.block_until_ready(step.make_scores(own.score)(own.state.params, raw, *own.frozen))
+    out = jax.block_until_ready(step.make_scores(own.score)(own.state.params, raw, *own.beside))
     if "usable" in (out.extra or {}):
         yield "the teacher's scores", jnp.where(out.extra["usable"], 0, jnp.nan), learnt_BT, 1
     yield "the model's log-probability", out.logp_BT, learnt_BT, 1
@@ -197,7 +197,7 @@ def _by_gradient(own: Learner, batch: Batch, compute: Callable) -> tuple[str, in
         def computed(chosen: Sequence[Sequence[tuple[int, int]]], m: int = m) -> tuple[bool, str]:
             keep_BJ = np.zeros(sample_MBJ.shape[1:], bool)
             keep_BJ[tuple(np.array([place for unit in chosen for place in unit]).T)] = True
-            loss, gradients = compute(own.state.params, batch, m, keep_BJ, *own.frozen)
+            loss, gradients = compute(own.state.params, batch, m, keep_BJ, *own.beside)
             return bool(loss), _named(own, gradients, backwards=True)
 
         wrong, left = lambda result: not result[0] or result[1], [*units.values()]

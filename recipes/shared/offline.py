@@ -319,7 +319,7 @@ def fit(
                         read, _ = packed(heldout, range(i, min(i + config.batch, len(heldout))))
                         batch = beside(batches.batch(read, mesh))
                         seen = learner.scored(own, batch) if own.objective.needs_scores else None
-                        new = loss(own.state.params, prepare(batch, seen), *own.frozen)
+                        new = loss(own.state.params, prepare(batch, seen), *own.beside)
                         report = common.merge(report, new) if report else new
                         jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
                         count(min(config.batch, len(heldout) - i))

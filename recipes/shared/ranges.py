@@ -88,3 +88,12 @@ def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:
             f"--balance.bias {balance.bias:g} would move a weight under the adapters, which stay fixed with "
             f"--lora.rank {lora.rank}; leave out one of them"
         )
+
+
+def average_teacher(options: Any) -> Iterator[str]:
+    """Why the average of the weights cannot be the teacher: there is none, or no --self-distillation."""
+    if options.average_teacher and not (options.self_distillation and options.optim.ema):
+        yield (
+            "--average-teacher needs --self-distillation and --optim.ema, the decay of the average (0.95 in SDPO), got "
+            f"{'' if options.self_distillation else 'no --self-distillation, '}--optim.ema {options.optim.ema:g}"
+        )

@@ -146,6 +146,8 @@ class Training:
         name theirs in "teacher". Their key is in AREAX_TEACHER_KEY.
       self_distillation: instead, the policy at its current weights is the teacher, which reads the row's
         "teacher_prompt", or the `teacher_prompt` of the workflow's samples.
+      average_teacher: with `self_distillation` the teacher has the average of the policy's weights that `optim.ema`
+        keeps, one more copy of them, instead of the current ones.
       distill: the divergence from the teacher that is added to the objective.
       distill_coef: weight of the divergence from the teacher (`distill`) in the loss; 0 = none.
       reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
@@ -168,6 +170,7 @@ class Training:
     teacher: str = ""
     teachers: tuple[str, ...] = ()
     self_distillation: bool = False
+    average_teacher: bool = False
     distill: losses.Distill = losses.Distill()
     distill_coef: float = 0.0
     reference_every: int = 0
@@ -453,6 +456,7 @@ def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
             "name one of --teacher, --teachers and --self-distillation where --objective.advantage.teacher or "
             f"--distill-coef is not 0, and none elsewhere, got {training.teacher!r} and {training.teachers}{itself}"
         )
+    yield from ranges.average_teacher(training)
     if not training.distill_coef and (given := changed(training.distill, "distill")):
         yield f"--distill.* needs --distill-coef above 0 and a --teacher to learn from, got {given} without; add them"
     if training.objective.score_centering and training.distill_coef:

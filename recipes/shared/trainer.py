@@ -118,6 +118,7 @@ def build(
         settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
         dtype=run.dtype, balance=options.balance, adapters=options.lora, frozen=frozen,
         plain=lambda params, batch, *_: plain(params, batch), seed=seed,
+        average=options.average_teacher and options.distill_coef > 0,
     )  # fmt: skip
     reading = vision.reader(model, settings, run.dtype, mesh)
     seeing = [each.settings for each in (policy, critic, teacher) if each]
@@ -344,7 +345,8 @@ def prepared(trainer: Trainer, batches: Sequence[Batch]) -> tuple[list[Batch], l
     if teacher := trainer.teacher:
         batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
     if trainer.options.self_distillation and trainer.options.objective.advantage.teacher:
-        own = lambda b: teacher_rows.aligned(learner.scored(policy, teacher_rows.of(b)).logp_BT, b)
+        now = (learner.averaged(policy) if trainer.options.average_teacher else policy.state).params
+        own = lambda b: teacher_rows.aligned(learner.scored(policy, teacher_rows.of(b), now).logp_BT, b)
         batches = [b.replace(target={**b.target, "teacher": own(b)}) for b in batches]
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
     return [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)], scores
