@@ -22,6 +22,7 @@ clients := .venv-clients
 environments := .venv-environments
 tasksets := .venv-tasksets
 sandboxes := .venv-sandboxes
+trackers := .venv-trackers
 more := .venv-environments-more
 agentlightning := .venv-agentlightning
 site := .venv-docs
@@ -356,10 +357,11 @@ test-environments: $(dev) $(environments)/.done $(tasksets)/.done ## test adapte
 
 .PHONY: test-environments-more
 test-environments-more: export PYTHONPATH := $(CURDIR)/.dev
-test-environments-more: $(dev) $(more)/.done $(agentlightning)/.done $(sandboxes)/.done ## the same of inspect-ai, tinker-cookbook, agent-lightning, and of hosted sandboxes and object stores against doubles (installs them: 1 GB)
+test-environments-more: $(dev) $(more)/.done $(agentlightning)/.done $(sandboxes)/.done $(trackers)/.done ## the same of inspect-ai, tinker-cookbook, agent-lightning, of hosted sandboxes and object stores against doubles, and of MLflow and SwanLab (installs them: 2 GB)
 	$(more)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_inspect_ai.py tests/environments/test_tinker_cookbook.py
 	$(agentlightning)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_agentlightning.py
 	$(sandboxes)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_sandboxes.py tests/environments/test_object_store.py
+	$(trackers)/bin/python -m pytest -q -c tests/environments/pytest.ini tests/environments/test_trackers.py
 
 # They borrow the packages of .venv, behind their own.
 alone = --no-deps --ignore-requires-python -r
@@ -391,6 +393,13 @@ $(sandboxes)/.done: tests/environments/sandboxes.txt
 	@$(PYTHON) -m venv $(sandboxes)
 	@$(sandboxes)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@$(py) $(purelib) > "$$($(sandboxes)/bin/python $(purelib))/zz-borrowed.pth"
+	@touch $@
+
+$(trackers)/.done: tests/environments/trackers.txt
+	@echo "installing MLflow and SwanLab into $(trackers): a minute, once"
+	@$(PYTHON) -m venv $(trackers)
+	@$(trackers)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(trackers)/bin/python $(purelib))/zz-borrowed.pth"
 	@touch $@
 
 $(agentlightning)/.done: tests/environments/agentlightning.txt

@@ -334,6 +334,8 @@ def report(
     tensorboard: str = "",
     wandb: str = "",
     trackio: str = "",
+    mlflow: str = "",
+    swanlab: str = "",
 ) -> int:
     """Write an HTML report with curves, histograms and samples of a run, or follow it in a browser with --serve.
 
@@ -347,17 +349,21 @@ def report(
       tensorboard: folder to export metrics to as TensorBoard event files, replacing those in it.
       wandb: Weights & Biases project to export metrics to.
       trackio: trackio project to export metrics to.
+      mlflow: MLflow experiment to export metrics to.
+      swanlab: SwanLab project to export metrics to.
     """
     from .report import build as report
     from .tracking import sinks
 
+    projects = {"wandb": wandb, "trackio": trackio, "mlflow": mlflow, "swanlab": swanlab}
     if serve:
         from ..recipes import recorded_samples
         from ..rollout.processes import keys
         from .report import live
 
-        if out or tensorboard or wandb or trackio:
-            raise ValueError("report: --serve writes nothing; leave out --out, --tensorboard, --wandb and --trackio")
+        if out or tensorboard or any(projects.values()):
+            named = ", ".join(f"--{name}" for name in ("out", "tensorboard", *projects))
+            raise ValueError(f"report: --serve writes nothing; leave out {named}")
         paths = [Path(path) for path in (run, other) if path]
         live.serve(paths, recorded_samples.Samples, host=host, port=port, key=keys.read(keys.REPORT))
         return 0
@@ -365,8 +371,8 @@ def report(
         raise ValueError("report: --host and --port are for --serve; add it, or leave them out")
     if other:
         raise ValueError(f"report: a second run, {other}, needs --serve: a page is of one run")
-    if tensorboard or wandb or trackio:
-        sinks.copy(run, tensorboard=tensorboard, wandb=wandb, trackio=trackio)
+    if tensorboard or any(projects.values()):
+        sinks.copy(run, tensorboard=tensorboard, **projects)
     print(report.report(run, out))
     return 0
 

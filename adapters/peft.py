@@ -36,7 +36,7 @@ from .runtime.atomic_dir import replacing
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LARGEST = float(np.finfo(np.float32).max)
 HIGHEST = 2**20  # rank; matrices have none that is higher
-LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
+LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 # Names that PEFT takes for experts and routers anywhere in an MoE model.
 AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
@@ -45,7 +45,7 @@ REFUSED = {"nemotron_h": "out_proj"}
 # Options that do not change what the tensors compute, or only say where they belong, which the keys do too.
 FREE = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "use_rslora", "lora_dropout", "rank_pattern", "alpha_pattern", "target_modules",
+    "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "rank_pattern", "alpha_pattern", "target_modules",
     "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights",
     "megatron_core", "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
@@ -85,6 +85,8 @@ def write_published(
     """
     if version < 0:
         raise ValueError(f"write_published: version must be at least 0, got {version}")
+    if spec.dora:
+        raise ValueError("write_published: servers have no DoRA adapters by name, got dora; publish the merged model")
     spec = dataclasses.replace(spec, alpha=spec.scale * spec.rank, rslora=False)
     manifest = {"version": version, "base": base_label}
     return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), manifest, uniform=True)
@@ -116,6 +118,8 @@ def _fused(config, adapters, spec: lora.Lora, uniform: bool):
     most = exported_rank(config, spec) if uniform else 0
 
     def whole(key, x):
+        if key.endswith(MAGNITUDE):
+            return x
         x = _block_diagonal(x, modules[key].parts.values()) if key in modules and key.endswith(LORA_B) else x
         x = _padded(key, x, most) if uniform else x
         if x.ndim == 2:
@@ -123,6 +127,8 @@ def _fused(config, adapters, spec: lora.Lora, uniform: bool):
         return x.reshape(-1, x.shape[-1]) if key.endswith(LORA_A) else x.transpose(1, 2, 0).reshape(x.shape[1], -1)
 
     def described(key, spec):
+        if key.endswith(MAGNITUDE):
+            return spec
         *_, out, into = spec.shape
         if len(spec.shape) == 3:
             E = spec.shape[0]
@@ -208,14 +214,16 @@ def _split_parts(tensors: Mapping[str, np.ndarray], base: param.Table, prefix: s
             )
         blocks.setdefault(stem.split(".")[-2], set()).add(_blocks(b, parts, rank))
     for stem, (_, parts) in stems.items():
-        a, b = out.pop(f"{stem}{LORA_A}"), out.pop(f"{stem}{LORA_B}")
+        a, b, magnitude = out.pop(f"{stem}{LORA_A}"), out.pop(f"{stem}{LORA_B}"), out.pop(f"{stem}{MAGNITUDE}", None)
         held, *others = blocks[stem.split(".")[-2]]
-        alike = held and not others
+        alike = held and not others and (magnitude is None or len(held) == len(parts))
         for name, part in parts.items():
             if alike and name not in held:
                 continue
             cut = slice(held.index(name) * rank, (held.index(name) + 1) * rank) if alike else slice(None)
             out |= {f"{stem}{LORA_A} ({name})": a[cut], f"{stem}{LORA_B} ({name})": part.take(b[:, cut])}
+            if magnitude is not None:
+                out[f"{stem}{MAGNITUDE} ({name})"] = part.take(magnitude)
     return out
 
 
@@ -302,8 +310,9 @@ def load(path: str | os.PathLike, config, mesh=None):
     _check_options(options, f"{path / CONFIG}", set(map(_pattern, fused)))
     _check_targets(options, stored, config, f"{path / CONFIG}")
     for key, tensor in stored.items():
-        if tensor.ndim != 2:
-            raise ValueError(f"{path}: {key:.200} must be a matrix, got {list(tensor.shape)}; copy the adapters again")
+        kind, axes = ("vector", 1) if key.endswith(MAGNITUDE) else ("matrix", 2)
+        if tensor.ndim != axes:
+            raise ValueError(f"{path}: {key:.200} must be a {kind}, got {list(tensor.shape)}; copy the adapters again")
         if bad := safetensors.count_nonfinite(tensor):
             raise ValueError(
                 f"{path}: {bad} of the {tensor.size} numbers of {key:.200} are not finite; use other adapters"
@@ -311,17 +320,18 @@ def load(path: str | os.PathLike, config, mesh=None):
     rslora, rank, alpha = bool(options.get("use_rslora")), options["r"], float(options["lora_alpha"])
     tensors = _as_in_files(_split_experts(stored, base, str(path)), base, config.prefix)
     tensors = _split_parts(tensors, base, config.prefix, rank, str(path))
-    most = max(map(_rank, tensors.items()), default=rank)
+    factors = {key: x for key, x in tensors.items() if MAGNITUDE not in key}
+    most = max(map(_rank, factors.items()), default=rank)
     if options.get("rank_pattern") and most > rank and most % rank == 0:  # fused and saved by PEFT
         rank, alpha = most, _raised(alpha, most // rank, rslora)
-        tensors = {key: _padded(key, x, rank) for key, x in tensors.items()}
+        tensors |= {key: _padded(key, x, rank) for key, x in factors.items()}
     spec = lora.Lora(rank, alpha, ("*",), rslora)
     present = lambda leaf: any(key in tensors for (key, *_) in leaf.keys(config.prefix).values())
     found = {_name(leaf)[:-2] for leaf in param.leaf_list(_apart(lora.table(base, spec))) if present(leaf)}
     names = tuple(name for name in lora.targets(base, spec) if name in found)
     if not names:
         raise ValueError(f"{path / WEIGHTS}: must hold adapters of a {config.family}, got {hf.listed([*tensors])}")
-    spec = dataclasses.replace(spec, targets=names)
+    spec = dataclasses.replace(spec, targets=names, dora=bool(options.get("use_dora")))
     table = _apart(lora.table(base, spec))
     keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in param.leaf_list(table)}
     used = [key for of_leaf in keys.values() for key in of_leaf]
@@ -381,6 +391,7 @@ def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
         "r": spec.rank,
         "lora_alpha": spec.alpha,
         "use_rslora": spec.rslora,
+        **({"use_dora": True} if spec.dora else {}),
         "lora_dropout": 0.0,
         "target_modules": modules,
         "target_parameters": parameters or None,
@@ -433,7 +444,29 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
                 parameters.add(f"{within}.weight")
             else:
                 modules.add(last)
+    if spec.dora:
+        _check_dora(leaves, parameters)
     return sorted(modules), sorted(parameters), experts == EXPERTS
+
+
+def _check_dora(leaves: Iterable[param.Leaf], parameters: Collection[str]) -> None:
+    """Raises ValueError if PEFT cannot represent DoRA of the leaves: its magnitudes are of whole modules."""
+    if parameters:
+        raise ValueError(
+            f"peft: lora.dora must be of modules, got {', '.join(sorted(parameters))}, which PEFT adapts as "
+            "parameters, without DoRA; leave them out of lora.targets"
+        )
+    taken: dict[tuple[str, tuple[int, ...] | None], list[param.Leaf]] = {}
+    for leaf in leaves:
+        if leaf.param.part:
+            taken.setdefault((leaf.param.keys[0], leaf.layers), []).append(leaf)
+    for shared in taken.values():
+        parts = [leaf.param.part for leaf in shared if leaf.param.part]
+        if sum(part.stop - part.start for part in parts) < parts[0].width:
+            raise ValueError(
+                f"peft: lora.dora must be of all parts of a fused module, got {', '.join(map(_name, shared))} of "
+                f"{shared[0].param.keys[0]}; name all in lora.targets, or none"
+            )
 
 
 def _gated(table: param.Table) -> bool:
@@ -450,8 +483,9 @@ def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None
         raise ValueError(f"{where}: r, the rank, must be a whole number above 0, at most {HIGHEST}, got {rank!r:.80}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= LARGEST:
         raise ValueError(f"{where}: lora_alpha must be a number above 0 that float32 holds, got {alpha!r:.80}")
-    if rslora is not None and type(rslora) is not bool:
-        raise ValueError(f"{where}: use_rslora must be true or false, got {rslora!r:.80}")
+    for name in ("use_rslora", "use_dora"):
+        if (value := options.get(name)) is not None and type(value) is not bool:
+            raise ValueError(f"{where}: {name} must be true or false, got {value!r:.80}")
     for name, value in options.items():
         if name not in FREE and value and not (name == "bias" and value == "none"):
             raise ValueError(

@@ -21,7 +21,7 @@ from .checks import validate
 from .distill import Distill as Distill  # an objective like those below
 from .options import PolicyOptions, PreferenceOptions
 from .policy import Policy
-from .preference import KTO, Preference, RewardModel
+from .preference import BCO, KTO, Preference, RewardModel
 from .process_reward import ProcessReward as ProcessReward
 from .surrogates import description
 
@@ -326,9 +326,15 @@ def SimPO(**changes: Unpack[PreferenceOptions]) -> Preference:
     return _pairwise("SimPO", changes, score="mean", reference=False, beta=2.0, gamma=1.0)
 
 
+def CPO(**changes: Unpack[PreferenceOptions]) -> Preference:
+    """DPO with a uniform reference, plus the chosen completion's negative log-likelihood (arXiv:2401.08417)."""
+    note = "the likelihood term is a mean over tokens; the formula has the sum"
+    return _pairwise("CPO", changes, note=note, reference=False, sft_coef=1.0)
+
+
 def ORPO(**changes: Unpack[PreferenceOptions]) -> Preference:
     """SFT on the chosen completion plus a loss on the odds ratio of the pair, no reference (arXiv:2403.07691)."""
     return _pairwise("ORPO", changes, score="odds", reference=False, beta=1.0, coef=0.1, sft_coef=1.0)
 
 
-PREFERENCES = {preset.__name__: preset for preset in (DPO, IPO, SimPO, ORPO, KTO, RewardModel)}
+PREFERENCES = {preset.__name__: preset for preset in (DPO, IPO, SimPO, CPO, ORPO, KTO, BCO, RewardModel)}

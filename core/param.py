@@ -176,18 +176,21 @@ class Leaf:
 class LoRAWeight:
     """A weight [..., out, in] with a low-rank adapter, a leaf of the parameter tree in the weight's place.
 
-    Acts as weight + scale * b @ a (LoRA, arXiv:2106.09685).
+    Acts as weight + scale * b @ a (LoRA, arXiv:2106.09685), with a magnitude as that sum with rows of these lengths
+    (DoRA, arXiv:2402.09353).
 
     Attributes:
       weight: an array, or a frozen `QuantisedWeight`.
       a: [..., rank, in].
       b: [..., out, rank].
+      magnitude: [..., out], DoRA's m; None = plain LoRA.
     """
 
     weight: Any
     a: Any
     b: Any
     scale: float = field(metadata={"static": True})
+    magnitude: Any = None
 
     @property
     def shape(self):
@@ -203,10 +206,28 @@ def factors(axes: tuple, rank=None) -> tuple[tuple, tuple]:
 @jax.jit
 def merged(w: LoRAWeight):
     """Merges the adapter into a plain weight, summed in fp32 or wider and rounded once to the weight's dtype."""
+    whole = _sum(w)
+    return (whole if w.magnitude is None else whole * row_scales(w)[..., None]).astype(w.weight.dtype)
+
+
+def _sum(w: LoRAWeight):
+    """weight + scale * b @ a, [..., out, in], in fp32 or wider."""
     wide = jnp.promote_types(w.weight.dtype, jnp.float32)
     change = jnp.matmul(w.b.astype(wide), w.a.astype(wide), precision="highest")
     base = dequantise(w.weight, wide) if isinstance(w.weight, QuantisedWeight) else w.weight
-    return (base + w.scale * change).astype(w.weight.dtype)
+    return base + w.scale * change
+
+
+def row_norms(w: LoRAWeight):
+    """Lengths of the rows of weight + scale * b @ a, [..., out], in fp32 or wider, without gradient."""
+    return jnp.linalg.norm(jax.lax.stop_gradient(_sum(w)), axis=-1)
+
+
+def row_scales(w: LoRAWeight):
+    """What DoRA multiplies the rows of weight + scale * b @ a by, [..., out]: magnitude / length, of which the length
+    carries no gradient (arXiv:2402.09353, section 4.3). A row of zeros stays so."""
+    norm = row_norms(w)
+    return w.magnitude / jnp.where(norm > 0, norm, 1)
 
 
 def composite(x) -> bool:

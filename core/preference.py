@@ -1,4 +1,4 @@
-"""Preference objectives: DPO-like losses on pairs, KTO on single labelled completions, and reward models.
+"""Preference objectives: DPO-like losses on pairs, KTO and BCO on single labelled completions, and reward models.
 
 `prepare` decides on the whole batch which pairs count and folds their number into `weight_BJ`; `loss` is a sum over a
 microbatch, which holds both segments of a pair (`packing.pack` ensures it). A pair has the weight of its chosen sample.
@@ -184,20 +184,11 @@ class KTO:
             raise ValueError(
                 "KTO.prepare: the baseline needs scores of the current weights, from step.make_scores, got None"
             )
-        learns_BT, usable_BJ = _learning(batch, self.name)
-        known_BJ = jnp.isin(batch.label_BJ, jnp.array([0, 1, BASELINE]))
-        label_BJ = jnp.where(usable_BJ & known_BJ, batch.label_BJ, jnp.nan)
-        is_BT = lambda some_BJ: learns_BT & (to_tokens(jnp.where(some_BJ, 1, 0), batch.segment_BT) > 0)
-        baseline_BJ, labelled_BJ = label_BJ == BASELINE, (label_BJ == 0) | (label_BJ == 1)
-        _, ratio_BJ, _ = _sums(scores, batch.replace(mask_BT=is_BT(baseline_BJ)), reference=True)
-        count = jnp.sum(jnp.where(baseline_BJ, 1, 0))
-        z0 = jnp.maximum(jnp.sum(ratio_BJ) / jnp.maximum(count, 1), 0)
-        weight_BJ = jnp.where(labelled_BJ, batch.weight_BJ, 0)
-        return batch.replace(
-            mask_BT=is_BT(labelled_BJ),
-            label_BJ=label_BJ,
-            weight_BJ=weight_BJ / divisor(jnp.sum(weight_BJ)),
-        ).with_scalars(z0=jax.lax.stop_gradient(z0))
+        batch = _labelled(batch, self.name, (0, 1, BASELINE))
+        baseline_BJ = batch.label_BJ == BASELINE
+        _, ratio_BJ, _ = _sums(scores, _only(batch, baseline_BJ), reference=True)
+        z0 = jnp.maximum(_mean(ratio_BJ, baseline_BJ), 0)
+        return _only(batch, batch.label_BJ >= 0).with_scalars(z0=jax.lax.stop_gradient(z0))
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
@@ -207,24 +198,84 @@ class KTO:
         (sums, nats). Per token: entropy. Per segment: left_out.
         """
         logp_BJ, ratio_BJ, _ = _sums(out, batch, reference=True)
-        good_BJ, bad_BJ = batch.label_BJ == 1, batch.label_BJ == 0
-        labelled_BJ, sign_BJ = good_BJ | bad_BJ, jnp.where(good_BJ, 1, -1)
-        z0 = batch.scalars["z0"]
-        over_BJ = sign_BJ * (ratio_BJ - z0)
+        good_BJ, z0 = batch.label_BJ == 1, batch.scalars["z0"]
+        over_BJ = jnp.where(good_BJ, 1, -1) * (ratio_BJ - z0)
         scale_BJ = jnp.where(good_BJ, self.desirable_weight, self.undesirable_weight)
         loss_BJ = scale_BJ * jax.nn.sigmoid(-self.beta * over_BJ)
-        report = {
-            "loss": metrics.of(loss_BJ, labelled_BJ),
-            "preference_accuracy": metrics.of(over_BJ > 0, labelled_BJ),
-            "kl_baseline": metrics.of(jnp.broadcast_to(z0, loss_BJ.shape), labelled_BJ),
-            "reward_chosen": metrics.of(self.beta * ratio_BJ, good_BJ),
-            "reward_rejected": metrics.of(self.beta * ratio_BJ, bad_BJ),
-            "logp_chosen": metrics.of(logp_BJ, good_BJ),
-            "logp_rejected": metrics.of(logp_BJ, bad_BJ),
-            "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
-            "left_out": metrics.of(jnp.isnan(batch.label_BJ), batch.length_BJ > 0),
-        }
-        return jnp.sum(batch.weight_BJ * jnp.where(labelled_BJ, loss_BJ, 0)), report
+        told = {"kl_baseline": z0}
+        return _over_completions(out, batch, loss_BJ, over_BJ > 0, self.beta * ratio_BJ, logp_BJ, told)
+
+
+@dataclass(frozen=True)
+class BCO:
+    """Binary classifier optimisation (arXiv:2404.04656): the reward is the logit of a classifier of desirable (label 1)
+    and undesirable completions (label 0).
+
+    minimise mean over completions of -log sigmoid(r - delta) for desirable ones and -log sigmoid(delta - r) for the
+    others, r = beta sum_t log(pi / reference). delta, the reward shift, is the mean of the average r of either side in
+    the whole batch, or that of the only side there is; it uses the weights behind `scores` and carries no gradient.
+
+    TRL's former trainer took the mean of r over all completions since the run began, which lags behind the policy. The
+    paper's first version also weights undesirable completions by a classifier of prompts (underlying distribution
+    matching), which is left out.
+
+    Attributes:
+      name: the algorithm, for people; in a file of options it tells BCO from other objectives that have a beta.
+      beta: a larger beta keeps the policy closer to the reference.
+    """
+
+    name: str = "BCO"
+    beta: float = 0.1
+
+    needs_scores = True
+    needs_reference = True
+
+    def __post_init__(self):
+        validate(self, [("beta", self.beta >= 0, "at least 0")])
+
+    def __str__(self):
+        return (
+            "BCO: minimise the mean over completions of\n"
+            "  -log sigmoid(r - delta) if desirable\n"
+            "  -log sigmoid(delta - r) if not\n"
+            f"  r = {self.beta:g} sum_t log(pi / reference)\n"
+            "  delta = (mean r of desirable ones + mean r of the others) / 2, without gradient\n"
+            "  not as in the paper: prompts of the two sides are not matched"
+        )
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Sets `scalars["delta"]` and restricts `mask_BT` and `weight_BJ` to completions that count; others get label
+        NaN.
+
+        Completions without learnt tokens, with another label or with a reference that is not finite are left out.
+
+        Raises:
+          ValueError: scores or `ref_BT` are missing.
+        """
+        if scores is None:
+            raise ValueError(
+                "BCO.prepare: the reward shift needs scores of the current weights, from step.make_scores, got None"
+            )
+        batch = _labelled(batch, self.name, (0, 1))
+        batch = _only(batch, batch.label_BJ >= 0)
+        reward_BJ = self.beta * _sums(scores, batch, reference=True)[1]
+        sides = [batch.label_BJ == label for label in (0, 1)]
+        there = sum(jnp.where(jnp.any(side_BJ), 1, 0) for side_BJ in sides)
+        delta = sum(_mean(reward_BJ, side_BJ) for side_BJ in sides) / jnp.maximum(there, 1)
+        return batch.with_scalars(delta=jax.lax.stop_gradient(delta))
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
+
+        Metrics per completion: loss, preference_accuracy (r > delta if desirable, r < delta if not), reward_shift
+        (delta), reward_chosen and reward_rejected = r of desirable and undesirable ones, logp_chosen and logp_rejected
+        (sums, nats). Per token: entropy. Per segment: left_out.
+        """
+        logp_BJ, ratio_BJ, _ = _sums(out, batch, reference=True)
+        reward_BJ, delta = self.beta * ratio_BJ, batch.scalars["delta"]
+        over_BJ = jnp.where(batch.label_BJ == 1, 1, -1) * (reward_BJ - delta)
+        loss_BJ, told = -jax.nn.log_sigmoid(over_BJ), {"reward_shift": delta}
+        return _over_completions(out, batch, loss_BJ, over_BJ > 0, reward_BJ, logp_BJ, told)
 
 
 @dataclass(frozen=True)
@@ -334,6 +385,51 @@ def _compare(x_BJ, batch: Batch):
     chosen_BJ = (batch.pair_BJ >= 0) & (batch.label_BJ == 1)
     gap_BJ = _over_pair(jnp.where(chosen_BJ, x_BJ, -x_BJ), batch)
     return chosen_BJ, jnp.where(chosen_BJ, gap_BJ, 0)
+
+
+# -- completions ---------------------------------------------------------------------------------
+
+
+def _labelled(batch: Batch, name: str, labels: tuple[int, ...]) -> Batch:
+    """Sets `mask_BT` of the whole batch to the learnt tokens, `label_BJ` to NaN for completions that do not count, and
+    `weight_BJ` to the share in the mean over those of label 0 or 1.
+
+    Args:
+      name: of the objective, which needs a reference.
+      labels: those that count.
+    """
+    learns_BT, usable_BJ = _learning(batch, name)
+    label_BJ = jnp.where(usable_BJ & jnp.isin(batch.label_BJ, jnp.array(labels)), batch.label_BJ, jnp.nan)
+    weight_BJ = jnp.where(label_BJ >= 0, batch.weight_BJ, 0)
+    return batch.replace(mask_BT=learns_BT, label_BJ=label_BJ, weight_BJ=weight_BJ / divisor(jnp.sum(weight_BJ)))
+
+
+def _only(batch: Batch, some_BJ) -> Batch:
+    """The batch with the mask of these segments alone."""
+    return batch.replace(mask_BT=batch.mask_BT & (to_tokens(jnp.where(some_BJ, 1, 0), batch.segment_BT) > 0))
+
+
+def _mean(x_BJ, some_BJ):
+    """Mean of x over these segments; 0 without any."""
+    return jnp.sum(jnp.where(some_BJ, x_BJ, 0)) / jnp.maximum(jnp.sum(jnp.where(some_BJ, 1, 0)), 1)
+
+
+def _over_completions(out, batch: Batch, loss_BJ, right_BJ, reward_BJ, logp_BJ, told: dict):
+    """(weighted sum of the loss over labelled completions, metrics); `told` are scalars, reported as they are."""
+    good_BJ, bad_BJ = batch.label_BJ == 1, batch.label_BJ == 0
+    labelled_BJ = good_BJ | bad_BJ
+    report = {
+        "loss": metrics.of(loss_BJ, labelled_BJ),
+        "preference_accuracy": metrics.of(right_BJ, labelled_BJ),
+        **{name: metrics.of(jnp.broadcast_to(x, loss_BJ.shape), labelled_BJ) for name, x in told.items()},
+        "reward_chosen": metrics.of(reward_BJ, good_BJ),
+        "reward_rejected": metrics.of(reward_BJ, bad_BJ),
+        "logp_chosen": metrics.of(logp_BJ, good_BJ),
+        "logp_rejected": metrics.of(logp_BJ, bad_BJ),
+        "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
+        "left_out": metrics.of(jnp.isnan(batch.label_BJ), batch.length_BJ > 0),
+    }
+    return jnp.sum(batch.weight_BJ * jnp.where(labelled_BJ, loss_BJ, 0)), report
 
 
 # -- segments ------------------------------------------------------------------------------------

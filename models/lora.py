@@ -1,8 +1,9 @@
 """LoRA (arXiv:2106.09685): trains low-rank adapters while the base weights stay frozen.
 
 A weight W [out, in] gets A [rank, in] and B [out, rank]; the layer computes x W^T + scale (x A^T) B^T without
-materialising the sum. Adapters are a separate parameter tree with its own table, from which initialisation, sharding,
-optimiser and checkpoints are derived as for any model. There is no dropout.
+materialising the sum. DoRA (arXiv:2402.09353) adds a magnitude m [out]: output i is multiplied by m_i / |row i of
+W + scale B A|, where the norm carries no gradient. Adapters are a separate parameter tree with its own table, from
+which initialisation, sharding, optimiser and checkpoints are derived as for any model. There is no dropout.
 """
 
 import fnmatch
@@ -14,7 +15,7 @@ from typing import Literal, get_args
 import jax
 
 from ..core import quantised
-from ..core.param import LoRAWeight, Param, Stack, Table, factors, merged
+from ..core.param import LoRAWeight, Param, Stack, Table, factors, merged, row_norms
 from ..core.parts import Part
 
 
@@ -31,6 +32,8 @@ class Lora:
       rslora: scales by alpha / sqrt(rank) instead (arXiv:2312.03732).
       base: how the frozen weights under adapters are kept: as stored in the checkpoint, or in 8 or 4 bits with a scale
         per 64 entries (QLoRA, arXiv:2305.14314); they are published and exported as the numbers that these stand for.
+      dora: also trains the length of each row of the adapted matrices (DoRA, arXiv:2402.09353; PEFT's use_dora); not
+        for routed experts. Servers get the merged model.
     """
 
     rank: int = 0
@@ -38,6 +41,7 @@ class Lora:
     targets: tuple[str, ...] = ("q", "k", "v", "o", "delta_[qkvo]", "in_*", "*gate", "*up", "*down", "per_layer_out")
     rslora: bool = False
     base: Literal["stored", "int8", "nf4"] = "stored"
+    dora: bool = False
 
     def __post_init__(self):
         if self.rank < 0 or not 0 < self.alpha < math.inf:
@@ -46,8 +50,8 @@ class Lora:
             )
         if self.base not in ("stored", *get_args(quantised.Kind)):
             raise ValueError(f"lora: base must be one of stored, int8, nf4, got {self.base!r}; choose one of them")
-        given = self.alpha, self.targets, self.rslora, self.base
-        if self.rank == 0 and given != (Lora.alpha, Lora.targets, Lora.rslora, Lora.base):
+        given = self.alpha, self.targets, self.rslora, self.base, self.dora
+        if self.rank == 0 and given != (Lora.alpha, Lora.targets, Lora.rslora, Lora.base, Lora.dora):
             raise ValueError("lora: rank must be above 0 if other lora options are set, got 0")
 
     @property
@@ -75,28 +79,37 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
 
 
 def table(base: Table, spec: Lora) -> Table:
-    """The table of the adapters: "q_a" and "q_b" for a base weight "q", stacked like the base, one per expert.
+    """The table of the adapters: "q_a" and "q_b" for a base weight "q", stacked like the base, one per expert; with
+    DoRA also "q_m", the magnitudes, which `with_magnitudes` initialises.
 
     Checkpoint keys are PEFT's. As in PEFT, A is initialised uniformly in +-in^-1/2 and B with 0, so the model starts
     equal to its base. Adapters of weights that are parts of one tensor share its keys: their A are its rows in turn,
     their B have the rows of B that the weights have of the tensor.
 
     Raises:
-      ValueError: rank is below 1; as `targets`.
+      ValueError: rank is below 1; DoRA of routed experts; as `targets`.
     """
     if spec.rank < 1:
         raise ValueError(f"lora.rank: must be at least 1 for adapters, got {spec.rank}")
     names = targets(base, spec)
+    routed = {name for stack in base.stacks for name, p in stack.params.items() if "experts" in p.axes.split()}
+    if spec.dora and (experts := [name for name in names if name in routed]):
+        raise ValueError(
+            f"lora.dora: must not be of routed experts, got {', '.join(experts)}; leave them out of lora.targets"
+        )
 
     def pair(name: str, p: Param, places: list[str]) -> dict[str, Param]:
         a, b = (" ".join(axes) for axes in factors(tuple(p.axes.split()), "rank"))
-        keys = lambda part: tuple(f"base_model.model.{key.removesuffix('weight')}lora_{part}.weight" for key in p.keys)
-        start = places.index(name) * spec.rank
+        keys = lambda part: tuple(f"base_model.model.{key.removesuffix('weight')}lora_{part}" for key in p.keys)
+        start, zeros = places.index(name) * spec.rank, jax.nn.initializers.zeros
         rows = Part(len(places) * spec.rank, start, start + spec.rank) if p.part else None
-        return {
-            f"{name}_a": Param(a, keys("A"), _uniform, part=rows),
-            f"{name}_b": Param(b, keys("B"), jax.nn.initializers.zeros, part=p.part),
+        made = {
+            f"{name}_a": Param(a, keys("A.weight"), _uniform, part=rows),
+            f"{name}_b": Param(b, keys("B.weight"), zeros, part=p.part),
         }
+        if spec.dora:
+            made[f"{name}_m"] = Param(p.axes.split()[0], keys("magnitude_vector"), zeros, part=p.part)
+        return made
 
     def stack(full: Stack) -> Stack:
         adapted = {name: p for name, p in full.params.items() if name in names}
@@ -131,7 +144,7 @@ def join(params, adapters, spec: Lora):
 
     def layer(weights, pairs):
         adapted = {
-            name: LoRAWeight(w, pairs[f"{name}_a"], pairs[f"{name}_b"], spec.scale)
+            name: LoRAWeight(w, pairs[f"{name}_a"], pairs[f"{name}_b"], spec.scale, pairs.get(f"{name}_m"))
             for name, w in weights.items()
             if f"{name}_a" in pairs
         }
@@ -139,6 +152,14 @@ def join(params, adapters, spec: Lora):
 
     stacks = zip(params["stacks"], adapters["stacks"], strict=True)
     return {**params, "stacks": [layer(*pair) for pair in stacks]}
+
+
+def with_magnitudes(adapters, params, spec: Lora):
+    """New adapters over a base, with DoRA's magnitudes so that the model starts equal to its base: the lengths of the
+    rows of its weights. Without DoRA the adapters as they are."""
+    stacks = zip(join(params, adapters, spec)["stacks"], adapters["stacks"], strict=True)
+    norm = lambda weights, name, x: row_norms(weights[name[:-2]]) if spec.dora and name.endswith("_m") else x
+    return {**adapters, "stacks": [{name: norm(w, name, x) for name, x in pairs.items()} for w, pairs in stacks]}
 
 
 def merge(params, adapters, spec: Lora):

@@ -1,7 +1,7 @@
 """Preference learning: pairs of completions, or single ones labelled good or bad -> a Hugging Face checkpoint.
 
-DPO, IPO, SimPO, ORPO and KTO train a policy, RewardModel a scalar head that scores completions. Running it again with
-the same `out` resumes the run.
+DPO, IPO, SimPO, CPO, ORPO, KTO and BCO train a policy, RewardModel a scalar head that scores completions. Running it
+again with the same `out` resumes the run.
 """
 
 import functools
@@ -20,7 +20,8 @@ from areax.core.optim import Optimizer
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, score_head
 from areax.rollout.types import Sample
 
-Objective = losses.Preference | losses.KTO | losses.RewardModel
+Objective = losses.Preference | losses.KTO | losses.BCO | losses.RewardModel
+SINGLE = losses.KTO, losses.BCO  # objectives on single completions
 
 
 FIRST_OPTIONS = (
@@ -31,17 +32,17 @@ FIRST_OPTIONS = (
 
 @dataclass(frozen=True)
 class Config(offline_options.Options):
-    """Preference learning: DPO, IPO, SimPO, ORPO, KTO, reward models.
+    """Preference learning: DPO, IPO, SimPO, CPO, ORPO, KTO, BCO, reward models.
 
     Attributes:
       model: Hugging Face directory, GGUF file or hub name: weights, config.json and tokenizer; also the reference
         model, if any.
-      data: rows with "prompt" (or "messages"), "chosen" and "rejected"; for KTO with "completion" and a boolean
-        "label". A JSONL or Parquet file, a folder, or a data set on the hub.
+      data: rows with "prompt" (or "messages"), "chosen" and "rejected"; for KTO and BCO with "completion" and a
+        boolean "label". A JSONL or Parquet file, a folder, or a data set on the hub.
       out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and the
         objective's name.
       heldout: rows to evaluate loss and accuracy on, never trained on; "" = none.
-      batch: rows per optimiser step; each has two sequences.
+      batch: rows per optimiser step; each has two sequences, in BCO one.
       too_long: what to do with rows longer than `length`: "refuse" ends the run at the first, "drop" leaves them out
         and prints how many. KTO also pairs each completion with the prompt of another row.
       lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights. Not for
@@ -110,18 +111,20 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
 
 def completions(objective: Objective) -> tuple[str, ...]:
     """The fields of a row's completions."""
-    return ("completion",) if isinstance(objective, losses.KTO) else ("chosen", "rejected")
+    return ("completion",) if isinstance(objective, SINGLE) else ("chosen", "rejected")
 
 
 def check(row: dict, objective: Objective) -> None:
     """Raises ValueError for a row that lacks what the objective needs."""
-    kto, fields = isinstance(objective, losses.KTO), f"got the fields {sorted(row)}"
+    single, fields = isinstance(objective, SINGLE), f"got the fields {sorted(row)}"
     if not (isinstance(row.get("prompt"), str) or row.get("messages")):
         raise ValueError(f"{objective.name}: every row needs a 'prompt' or 'messages', {fields}")
     for name in completions(objective):
         offline.completion(objective.name, row, name)
-    if kto and not (isinstance(row.get("label"), bool | int) and row["label"] in (0, 1)):
-        raise ValueError(f"KTO: every row needs a 'label' true or false, got {row.get('label')!r}; {fields}")
+    if single and not (isinstance(row.get("label"), bool | int) and row["label"] in (0, 1)):
+        raise ValueError(
+            f"{objective.name}: every row needs a 'label' true or false, got {row.get('label')!r}; {fields}"
+        )
     if getattr(objective, "margin", False):
         margin = row.get("margin")
         if not (isinstance(margin, float | int) and math.isfinite(margin)):
@@ -131,10 +134,12 @@ def check(row: dict, objective: Objective) -> None:
 def pairs(sample: Callable[[dict, Any], Sample], objective: Objective, rows: list[dict]) -> list[Sample]:
     """Makes a batch's samples: chosen and rejected of each row, with the margin as the chosen one's reward.
 
-    For KTO: each row's completion, and for the baseline its prompt with the completion of the previous row (cyclic).
+    For KTO and BCO: each row's completion, and for KTO's baseline its prompt with the completion of the previous row
+    (cyclic).
     """
-    if isinstance(objective, losses.KTO):
-        others = [rows[i - 1]["completion"] for i in range(len(rows))] if len(rows) > 1 else []
+    if isinstance(objective, SINGLE):
+        paired = isinstance(objective, losses.KTO) and len(rows) > 1
+        others = [rows[i - 1]["completion"] for i in range(len(rows))] if paired else []
         made = [sample(row, row["completion"]).replace(label=float(row["label"])) for row in rows]
         made += [
             sample(row, other).replace(label=float(preference.BASELINE))

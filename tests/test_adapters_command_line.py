@@ -155,11 +155,14 @@ def test_a_merged_mapping_may_be_overridden(tmp_path):
 def test_a_file_that_names_some_options_of_an_objective_keeps_the_algorithm(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model: m\ndata: d\nobjective: {beta: 0.2}")
-    for objective in (losses.KTO(), losses.SimPO(), losses.IPO()):
+    for objective in (losses.KTO(), losses.BCO(), losses.SimPO(), losses.IPO()):
         given = parse.instance(preference.Config, {"objective": objective})
         got = read(preference.Config, "--config", str(path), given=given)
         assert got.objective == replace(objective, beta=0.2)
     assert read(preference.Config, "--config", str(path)).objective == losses.DPO(beta=0.2)
+    for objective in (losses.KTO(), losses.BCO(), losses.CPO()):  # as a run writes it
+        path.write_text(yaml.safe_dump({"model": "m", "data": "d", "objective": vars(objective)}))
+        assert read(preference.Config, "--config", str(path)).objective == objective
     path.write_text("model: m\ndata: d\nobjective.desirable_weight: 2.0\nobjective.beta: 0.2")
     assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0, beta=0.2)
 

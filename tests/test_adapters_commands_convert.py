@@ -45,10 +45,18 @@ def same(one, other):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family, dtype", [("phi3", "float32"), ("qwen3_moe", "bfloat16")])
-def test_merged_adapters_are_those_of_training(family, dtype, tmp_path):
+@pytest.mark.parametrize(
+    "family, dtype, spec",
+    [
+        ("phi3", "float32", dict(rslora=True)),
+        ("phi3", "bfloat16", dict(dora=True)),
+        ("qwen3_moe", "bfloat16", dict(rslora=True)),
+    ],
+    ids=str,
+)
+def test_merged_adapters_are_those_of_training(family, dtype, spec, tmp_path):
     base, config = saved(tmp_path / "base", family, dtype=dtype)
-    folder = adapters(tmp_path / "adapter", config, base, rslora=True)
+    folder = adapters(tmp_path / "adapter", config, base, **spec)
     report = convert.convert(folder, tmp_path / "merged", merge=True)
     assert report["family"] == family and report["dtypes"] == [dtype]
     config, params = hf.load(base, dtype=None)

@@ -165,10 +165,23 @@ SAVED = [
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", SAVED)
 def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
+    spec = lora.Lora(rank=3, alpha=5, targets=TARGETS.get(family, ALL), rslora=family == "qwen3_moe")
+    both_ways(family, spec, base, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "qwen3_moe", "qwen3_5_text"])
+def test_saved_dora_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
+    targets = ("q", "k", "v", "o") if family == "qwen3_moe" else lora.Lora.targets
+    both_ways(family, lora.Lora(rank=3, alpha=5, targets=targets, dora=True), base, tmp_path)
+
+
+def both_ways(family, spec, base, tmp_path):
+    """Saves adapters and their merged model, opens them in PEFT and transformers, and reads them again."""
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 
     config, params = base(family)
-    spec = lora.Lora(rank=3, alpha=5, targets=TARGETS.get(family, ALL), rslora=family == "qwen3_moe")
     adapters = drawn(config, spec)
     joined = lora.join(params, adapters, spec)
     logits = ours(config, joined)
@@ -199,6 +212,8 @@ MADE = {  # what users pass to PEFT
         "qwen2",
         dict(target_modules=["q_proj", "o_proj"], layers_to_transform=[0, 1], exclude_modules=["o_proj"]),
     ),
+    "qwen2, DoRA": ("qwen2", dict(target_modules=PROJECTIONS, use_dora=True)),
+    "phi3, DoRA": ("phi3", dict(target_modules=["qkv_proj", "down_proj"], use_dora=True)),
     "phi3": ("phi3", dict(target_modules=["qkv_proj", "gate_up_proj", "down_proj"], use_rslora=True)),
     "qwen3_moe, fused by PEFT": ("qwen3_moe", dict(target_modules=PROJECTIONS)),
     "qwen3_moe, as parameters": (
@@ -257,19 +272,21 @@ def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "phi3", "qwen3_next"])
-def test_gradients_equal_those_of_torch(family, base, tmp_path):
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "phi3", "qwen3_next", "qwen2 DoRA", "phi3 DoRA"])
+def test_gradients_equal_those_of_torch(name, base, tmp_path):
     import peft
 
+    family, *dora = name.split()
     config, params = base(family)
-    spec = lora.Lora(rank=3, alpha=5)
+    spec = lora.Lora(rank=3, alpha=5, dora=bool(dora))
     adapters = drawn(config, spec)
     adapters_in_files.save(tmp_path, config, adapters, spec)
     model = peft.PeftModel.from_pretrained(torch_model(family), tmp_path, is_trainable=True).eval()
     token = torch.tensor(TOKENS)
     logits = model(token[:, :-1], use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), token[:, 1:].flatten()).backward()
-    wanted = {name.replace(".default", ""): p.grad.numpy() for name, p in model.named_parameters() if "lora_" in name}
+    written = lambda name: name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
+    wanted = {written(name): p.grad.numpy() for name, p in model.named_parameters() if "lora_" in name}
 
     @jax.jit
     @jax.grad
@@ -290,6 +307,8 @@ def test_gradients_equal_those_of_torch(family, base, tmp_path):
 def one_by_one(family, name, x, rank=3, E=4, F=20):
     """PEFT's fused gradients, split by hand: of all experts, where gate and up are fused in the inner adapter, and of
     fused modules, of whose B only the blocks are trained."""
+    if name.endswith("magnitude_vector"):
+        return {name: x}
     stem, factor, _ = name.rsplit(".", 2)
     rows = ROWS.get(family, {}).get(stem.rpartition(".")[2])
     if rows is not None and factor == "lora_B":
@@ -594,7 +613,7 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         ({"x" * 10**4: "y" * 10**4}, "x{80} is not implemented, got 'y{79}; merge"),
         (dict(rank_pattern={"q_proj" * 10**4: 4}), r"got rank_pattern {'[q_proj]{78} and alpha_pattern {}; merge"),
         (dict(init_lora_weights="p" * 10**4), "got 'p{79}; others"),
-        (dict(use_dora=True), "use_dora is not implemented, got True; merge"),
+        (dict(use_dora=True), r"must cover their targets in full, got missing \S*q_proj.lora_magnitude_vector"),
         (dict(bias="all"), "bias is not implemented, got 'all'"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save is not implemented"),
         (dict(fan_in_fan_out=True), "fan_in_fan_out is not implemented"),
@@ -627,6 +646,7 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         (dict(layers_to_transform=["0"]), "layers_to_transform must be numbers"),
         (dict(layers_to_transform=[0], layers_pattern="(a+)+"), "layers_pattern must be names of modules"),
         *((dict(use_rslora=value), "use_rslora must be true or false") for value in ("no", 1)),
+        (dict(use_dora="no"), "use_dora must be true or false, got 'no'"),
         (dict(r=3), r"q_proj.lora_A.weight must be \[3, 24\].*, got \[2, 24\]"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(about | changes))
@@ -654,3 +674,26 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         rewrite(tmp_path, changed)
         with pytest.raises(ValueError, match=said):
             adapters_in_files.load(tmp_path, config)
+
+
+def test_dora_that_peft_cannot_hold_is_refused(base, tmp_path):
+    """Before a run trains it; a published version too, which no server would load."""
+    spec = lambda *targets: lora.Lora(rank=2, targets=targets, dora=True)
+    with pytest.raises(ValueError, match="peft: lora.dora must be of modules, got mlp.down_proj.weight, mlp.gate"):
+        adapters_in_files.modules(base("qwen3_moe")[0], spec("q", "gate", "up", "down"))
+    with pytest.raises(ValueError, match="must be of all parts of a fused module, got q, v of .*qkv_proj.weight;"):
+        adapters_in_files.modules(base("phi3")[0], spec("q", "v"))
+    config, _ = base("qwen2")
+    with pytest.raises(ValueError, match="write_published: servers have no DoRA adapters by name"):
+        adapters_in_files.write_published(tmp_path, 1, config, drawn(config, spec("q")), spec("q"), "base", "0" * 32)
+    adapters_in_files.save(tmp_path / "adapter", config, drawn(config, spec("q")), spec("q"))
+    tensors = saved(tmp_path / "adapter")[1]
+    first = "base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector"
+    for changed, said in (
+        ({k: x for k, x in tensors.items() if k != first}, f"missing {first}"),
+        (tensors | {first: tensors[first][None]}, f"{first} must be a vector, got"),
+        (tensors | {first: tensors[first][:-1]}, rf"{first} must be \[24\] by config.json, got \[23\]"),
+    ):
+        rewrite(tmp_path / "adapter", changed)
+        with pytest.raises(ValueError, match=said):
+            adapters_in_files.load(tmp_path / "adapter", config)

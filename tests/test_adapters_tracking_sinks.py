@@ -16,14 +16,15 @@ import urllib.request
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracked_lines import log, wanted
 
 from areax.adapters import cli
-from areax.adapters.tracking import prometheus, run_dir, sinks, tail, trackio, wandb
+from areax.adapters.tracking import mlflow, prometheus, run_dir, sinks, swanlab, tail, trackio, wandb
 from areax.adapters.tracking.sinks import Sinks
 
 DAMAGED = (
     "", "[]", "3", "{", "[" * 100_000, '{"project": "mine"}', "\x00\ufffd",
-    '{"project": "mine", "id": 3, "name": null, "lines": "1", "bytes": 1.5, "xxh3_128": ""}',
+    '{"project": "mine", "experiment": "mine", "id": 3, "name": null, "lines": "1", "bytes": 1.5, "xxh3_128": ""}',
 )  # fmt: skip
 FAST = 0.01  # seconds between polls
 
@@ -33,24 +34,6 @@ def until(holds):
     while not holds():
         assert time.monotonic() < limit
         time.sleep(0.01)
-
-
-def log(run, steps, kind="grpo", plus=0.0):
-    for step in steps:
-        ages = {"edges": [0, 1, 2], "counts": [step, 2]}
-        odd = math.inf if step == 2 else 0.25
-        run.log(kind, step, reward=step + plus, odd=odd, refused=step, missing=None, staleness_hist=ages)
-
-
-def wanted(path):
-    """{tag: [(step, value)]} of a metrics.jsonl, parsed independently of our code."""
-    found = {}
-    for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
-        odd = {name: float(value) for name, value in line.pop("nonfinite", {}).items()}
-        for name, value in (line | odd).items():
-            if name not in ("step", "kind", "seconds") and isinstance(value, int | float):
-                found.setdefault(f"{line['kind']}/{name}", []).append((line["step"], value))
-    return found
 
 
 def free_port():
@@ -369,7 +352,10 @@ def test_bad_options_give_a_one_line_error(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=f"must be a free port of 127.0.0.1, got {port} .*already in use"):
             sinks.check(Sinks(prometheus=port))
     sinks.check(Sinks(prometheus=port))
-    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")):
+    for extra, package in (
+        ("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio"), ("mlflow", "mlflow"),
+        ("swanlab", "swanlab"),
+    ):  # fmt: skip
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ValueError, match=rf"--track.{extra} needs {package}.*pip install 'areax\[{extra}\]'"):
             sinks.check(Sinks(**{extra: "x"}))
@@ -388,7 +374,10 @@ def test_report_exports_a_finished_run_to_tensorboard(tmp_path, capsys):
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_state_is_a_warning(text, tmp_path, caplog):
     """The file where a sink left off: the run goes on, and the sink starts a new run with all lines."""
-    for sink, name in ((wandb.Wandb, wandb.STATE), (trackio.Trackio, trackio.STATE)):
+    for sink, name in (
+        (wandb.Wandb, wandb.STATE), (trackio.Trackio, trackio.STATE), (mlflow.MLflow, mlflow.STATE),
+        (swanlab.SwanLab, swanlab.STATE),
+    ):  # fmt: skip
         caplog.clear()
         (tmp_path / name).write_text(text)
         assert sink("mine", tmp_path).mark == tail.START

@@ -29,13 +29,16 @@ VARIANTS = {
     "IPO of sums": losses.IPO(score="sum"),
     "smoothed SimPO": losses.SimPO(label_smoothing=0.1),
     "heavy ORPO": losses.ORPO(coef=2.0, beta=1.5),
+    "sharp BCO": losses.BCO(beta=0.8),
+    "CPO alone": losses.CPO(beta=0.6, sft_coef=0.0),
     "weighted KTO": losses.KTO(beta=0.7, desirable_weight=1.3, undesirable_weight=0.4),
     "margins": losses.RewardModel(margin=True),
     "centred": losses.RewardModel(margin=True, center_coef=0.3),
 }
 EVERY = PRESETS | VARIANTS
 PAIRWISE = {name: spec for name, spec in EVERY.items() if isinstance(spec, losses.Preference)}
-PAIRED = {name: spec for name, spec in EVERY.items() if not isinstance(spec, losses.KTO)}
+SINGLE = losses.KTO, losses.BCO
+PAIRED = {name: spec for name, spec in EVERY.items() if not isinstance(spec, SINGLE)}
 Out = collections.namedtuple("Out", "logp_BT entropy_BT value_BT", defaults=(None, None))
 
 
@@ -58,11 +61,13 @@ def one(rng, n, m, **fields):
 
 
 def samples(spec, seed=0, count=6):
-    """Pairs; for KTO completions and, half as many, prompts with those of others."""
+    """Pairs; for KTO completions and, half as many, prompts with those of others; for BCO completions."""
     rng = np.random.default_rng(seed)
     draw = lambda **fields: one(rng, int(rng.choice([6, 9, 14])), int(rng.integers(2, 5)), **fields)
     if isinstance(spec, losses.KTO):
         return [draw(label=float(label)) for label in ([1, 0, 1, 0, 0, -1, -1] * count)[: 2 * count]]
+    if isinstance(spec, losses.BCO):
+        return [draw(label=float(label)) for label in ([1, 0, 1, 0, 0] * count)[: 2 * count]]
     out = []
     for i in range(count):
         weight = float(rng.choice([1.0, 1.0, 0.5]))
@@ -136,6 +141,12 @@ def oracle(spec, rows):
             if s.label == 0:
                 loss = loss + spec.undesirable_weight * (1 - torch.sigmoid(spec.beta * (z0 - r)))
             weights += s.label >= 0
+    elif isinstance(spec, losses.BCO):
+        r = [spec.beta * (x - torch.tensor(said(s, "ref")))[s.mask].sum() for x, s in zip(now, rows, strict=True)]
+        of = lambda label: np.mean([x.item() for x, s in zip(r, rows, strict=True) if s.label == label])
+        delta = (of(1) + of(0)) / 2
+        loss = -sum(logsigmoid(x - delta if s.label else -(x - delta)) for x, s in zip(r, rows, strict=True))
+        weights = len(rows)
     else:
         for pair in {s.pair for s in rows}:
             c, r = (next(i for i, s in enumerate(rows) if s.pair == pair and s.label == y) for y in (1, 0))
@@ -162,6 +173,8 @@ def of_pair(spec, chosen, rejected):
         return nll - spec.coef * torch.log(torch.sigmoid(spec.beta * torch.log(ratio)))
     if spec.name == "SimPO":  # eq. 6
         z = spec.beta * chosen[0].mean() - spec.beta * rejected[0].mean() - spec.gamma
+    elif spec.name == "CPO":  # eq. 3
+        z = spec.beta * chosen[0].sum() - spec.beta * rejected[0].sum()
     else:
         over = (lambda x: x.mean()) if spec.score == "mean" else (lambda x: x.sum())
         h = over(chosen[0] - chosen[1]) - over(rejected[0] - rejected[1])
@@ -311,17 +324,18 @@ def test_pairwise_losses_match_trl(name, trl):
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SimPO", "smoothed SimPO", "ORPO"])
+@pytest.mark.parametrize("name", ["SimPO", "smoothed SimPO", "CPO alone", "ORPO"])
 def test_reference_free_losses_match_trl(name, trl):
-    """Its functions take mean log-probabilities of the learnt tokens; ORPO's is without the SFT term, whose mean TRL
-    takes over all tokens of prompts and completions of the batch, and in fp32."""
+    """Its functions take mean log-probabilities of the learnt tokens, for CPO sums; those of CPO and ORPO are without
+    the SFT term, whose mean TRL takes over all tokens of prompts and completions of the batch, and in fp32."""
     spec = EVERY[name]
     rows = in_order(spec)
     loss, gradient, _ = evaluate(spec, rows)
     logp, _, mask = laid(rows)
-    mean = logp.sum(1) / mask[:, 1:].sum(1)
+    mean = logp.sum(1) / (mask[:, 1:].sum(1) if spec.score != "sum" else 1)
     half = len(rows) // 2
-    its = trainer(beta=spec.beta, alpha=0.0, loss_type="simpo", simpo_gamma=spec.gamma)
+    kind = "sigmoid" if name == "CPO alone" else "simpo"
+    its = trainer(beta=spec.beta, alpha=0.0, loss_type=kind, simpo_gamma=spec.gamma)
     its.label_smoothing = spec.label_smoothing
     if name == "ORPO":
         its.beta = spec.coef  # its beta is the paper's lambda, and what it returns is to be maximised
@@ -357,6 +371,29 @@ def test_kto_matches_trl(trl):
     agree(gradient["now"][: len(given)], logp, given)
     np.testing.assert_allclose(report["kl_baseline"], its._metrics["train"]["kl"][-1], rtol=1e-6)
     assert report["kl_baseline"] > 0
+
+
+@pytest.mark.slow
+def test_bco_matches_trl_on_pairs(trl):
+    """Its loss of pairs has no reward shift, and is a sum over the two sides."""
+    spec = VARIANTS["sharp BCO"]
+    rows = in_order(losses.DPO())
+    half = len(rows) // 2
+    logp, ref, mask = laid(rows)
+    shift = (logp.detach().sum(1) - ref).mean()  # of each row's reference, so that delta is 0
+    rows = [saying(s, "ref", said(s, "ref") + s.mask * shift.item() / s.mask.sum()) for s in rows]
+    logp, ref, mask = laid(rows)
+    loss, gradient, report = evaluate(spec, rows)
+    its = trainer(beta=spec.beta, loss_types=["bco_pair"], loss_weights=[1.0])
+    inputs = {
+        "input_ids": torch.zeros_like(mask), "attention_mask": mask, "completion_mask": mask,
+        "ref_chosen_logps": ref[:half], "ref_rejected_logps": ref[half:],
+    }  # fmt: skip
+    wanted = trl.dpo(its, Says([logp]), inputs, False) / 2
+    wanted.backward()
+    np.testing.assert_allclose(loss, wanted.item(), rtol=1e-9)
+    agree(gradient["now"], logp, rows)
+    np.testing.assert_allclose(report["reward_shift"], 0, atol=1e-9)
 
 
 @pytest.mark.sweep
@@ -501,9 +538,10 @@ def test_a_pair_that_cannot_be_compared_is_left_out_and_counted(kind, side):
                 np.testing.assert_allclose(g, 0 * g if s.pair == pair else next(theirs), rtol=0, atol=1e-12)
 
 
-def test_completions_that_kto_cannot_learn_from():
-    spec, rows = losses.KTO(), samples(losses.KTO())
-    for label in (0, 1, -1):
+@pytest.mark.parametrize("spec", [losses.KTO(), losses.BCO()], ids=["KTO", "BCO"])
+def test_completions_that_cannot_be_learnt_from(spec):
+    rows = samples(spec)
+    for label in {s.label for s in rows}:
         bad = next(i for i, s in enumerate(rows) if s.label == label)
         wanted = evaluate(spec, rows[:bad] + rows[bad + 1 :])[0]
         for kind in ("an empty mask", "no weight", "a reference that is NaN", "a label that is no label"):
@@ -543,6 +581,16 @@ def test_the_baseline_has_no_gradient_and_no_sign():
     np.testing.assert_allclose(evaluate(spec, low)[0], evaluate(spec, alone)[0], rtol=1e-12)
 
 
+def test_the_reward_shift_is_that_of_the_only_side_there_is():
+    """With one completion the classifier is at its border: log 2, and half the slope of beta."""
+    spec = losses.BCO(beta=0.5)
+    rows = [s for s in samples(spec) if s.label == 1][:1]
+    loss, gradient, report = evaluate(spec, rows)
+    np.testing.assert_allclose(loss, np.log(2), rtol=1e-12)
+    np.testing.assert_allclose(report["reward_shift"], report["reward_chosen"], rtol=1e-6)
+    np.testing.assert_allclose(gradient["now"][0], -0.25 * rows[0].mask, atol=1e-12)
+
+
 # -- words ---------------------------------------------------------------------------------------
 
 
@@ -560,6 +608,8 @@ def test_objectives_print_their_formula():
         (lambda: losses.ORPO(reference=True), 'ORPO: reference must be False with score "odds", got True'),
         (lambda: losses.DPO(score="max"), "DPO: score must be one of sum, mean, odds, got max"),
         (lambda: losses.KTO(desirable_weight=-1.0), "KTO: desirable_weight must be at least 0, got -1.0"),
+        (lambda: losses.BCO(beta=-1.0), "BCO: beta must be at least 0, got -1.0"),
+        (lambda: losses.BCO().prepare(packing.pack(samples(losses.BCO()), 32)), "BCO.prepare: the reward shift needs"),
         (lambda: losses.RewardModel(center_coef=-1.0), "RewardModel: center_coef must be at least 0, got -1.0"),
         (lambda: losses.DPO().prepare(packing.pack(samples(losses.DPO()), 32)), "DPO.prepare: needs ref_BT"),
         (

@@ -91,7 +91,7 @@ VERSION = {"", "__version__"}  # the root itself, which imports nothing
 TORCH_CLASSES = {"adapters.torch.function", "adapters.torch.module"}
 HEAVY = {
     "torch", "transformers", "datasets", "tokenizers", "orbax", "sglang", "peft", "pyarrow", "pandas", "gguf", "ray",
-    "wandb", "trackio",
+    "wandb", "trackio", "mlflow", "swanlab",
 }  # fmt: skip
 NEVER_IN_ROLLOUT = HEAVY | {"jax", "jaxlib", "flax", "optax"}
 

@@ -1,5 +1,6 @@
 """Adapters: a merged model in another form, the same on every mesh, trained over a base that stays as it is."""
 
+import dataclasses
 import re
 from functools import cache, partial
 
@@ -10,11 +11,13 @@ import optax
 import pytest
 import tiny
 import tiny_families
+import torch
 
 from areax import models
 from areax.adapters import orbax, peft
 from areax.core import losses, metrics, optim, packing, param, step
 from areax.models import lora
+from areax.models.layers.linear import linear
 from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
@@ -29,17 +32,20 @@ FAMILIES = {
     "experts": COMMON | EXPERTS | dict(model_type="qwen3_moe", mlp_only_layers=[]),
     "qwen2_moe": COMMON | EXPERTS | dict(model_type="qwen2_moe", shared_expert_intermediate_size=40),
 }
+FAMILIES["dora"] = FAMILIES["qwen3"]
 LAYOUTS = {
     "fsdp8": mesh.Layout(fsdp=8), "fsdp2 tp4": mesh.Layout(fsdp=2, tp=4), "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2),
     "fsdp2 ep4": mesh.Layout(fsdp=2, ep=4), "cp2 ep2 tp2": mesh.Layout(cp=2, ep=2, tp=2),
 }  # fmt: skip
 SPEC = lora.Lora(rank=3, alpha=2.0)
+SPECS = {"dora": lora.Lora(rank=3, alpha=2.0, dora=True)}  # of the others it is SPEC
 LENGTH = 32
 
 
 @cache
-def model(family, spec=SPEC):
+def model(family, spec=None):
     """(config, base, table of the adapters, adapters of which neither factor is zero)."""
+    spec = spec or SPECS.get(family, SPEC)
     config = models.config_from_hf(FAMILIES[family])
     base = tiny.weights(models.table(config), 0.25)
     table = lora.table(models.table(config), spec)
@@ -47,13 +53,18 @@ def model(family, spec=SPEC):
 
 
 def by_hand(base, adapters, scale):
-    """W + scale B A in float64, for each weight that has factors."""
+    """W + scale B A in float64, for each weight that has factors; with magnitudes m, rows of these lengths."""
     wide = lambda x: np.asarray(x, np.float64)
-    change = lambda pairs, name: (
-        scale * np.einsum("...or,...ri->...oi", wide(pairs[f"{name}_b"]), wide(pairs[f"{name}_a"]))
-    )
+
+    def whole(w, pairs, name):
+        if f"{name}_a" not in pairs:
+            return w
+        a, b, m = (wide(pairs[key]) if (key := f"{name}_{part}") in pairs else None for part in "abm")
+        total = wide(w) + scale * np.einsum("...or,...ri->...oi", b, a)
+        return total if m is None else total * m[..., None] / np.linalg.norm(total, axis=-1, keepdims=True)
+
     stacks = [
-        {name: wide(w) + change(pairs, name) if f"{name}_a" in pairs else w for name, w in weights.items()}
+        {name: whole(w, pairs, name) for name, w in weights.items()}
         for weights, pairs in zip(base["stacks"], adapters["stacks"], strict=True)
     ]
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {**base, "stacks": stacks})
@@ -64,17 +75,18 @@ def tokens():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dora"])
 def test_adapters_equal_merged_weights(family):
     """The factors beside a weight act as their product on top of it, in every kind of layer."""
     config, base, _, adapters = model(family)
+    spec = SPECS.get(family, SPEC)
     forward = jax.jit(partial(models.forward, token_BT=tokens(), config=config))
     wanted = by_hand(base, adapters, 2 / 3)
-    for x, y in zip(*map(jax.tree.leaves, (lora.merge(base, adapters, SPEC), wanted)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (lora.merge(base, adapters, spec), wanted)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     logits = forward(wanted)
     scale = float(jnp.abs(logits).max())
-    np.testing.assert_allclose(forward(lora.join(base, adapters, SPEC)), logits, atol=1e-5 * scale)
+    np.testing.assert_allclose(forward(lora.join(base, adapters, spec)), logits, atol=1e-5 * scale)
     assert float(jnp.abs(forward(base) - logits).max()) > 0.1 * scale
 
 
@@ -89,6 +101,46 @@ def test_new_adapters_leave_the_model_unchanged():
     forward = partial(models.forward, token_BT=tokens()[:1, :4], config=config)
     with jax.disable_jit():  # else XLA fuses the two programs in ways that round differently
         np.testing.assert_array_equal(forward(lora.join(base, adapters, SPEC)), forward(base))
+
+
+def test_dora_has_the_gradients_of_the_paper():
+    """Equations 5 and 11 of arXiv:2402.09353 in float64, where the length of a row is a constant."""
+    rng = np.random.default_rng(0)
+    x, w, a, b, m, bias, slope = (rng.normal(size=s) for s in ((3, 7), (5, 7), (2, 7), (5, 2), 5, 5, (3, 5)))
+    leaves = [torch.tensor(each, requires_grad=True) for each in (x, a, b, m)]
+    v = torch.tensor(w) + 0.5 * leaves[2] @ leaves[1]
+    y = leaves[0] @ (leaves[3][:, None] * v / v.norm(dim=1, keepdim=True).detach()).T + torch.tensor(bias)
+    (y * torch.tensor(slope)).sum().backward()
+    with jax.enable_x64(True):
+        layer = lambda x, a, b, m: linear(x, param.LoRAWeight(jnp.asarray(w), a, b, 0.5, m), jnp.asarray(bias))
+        got, back = jax.vjp(layer, *map(jnp.asarray, (x, a, b, m)))
+        np.testing.assert_allclose(got, y.detach().numpy(), rtol=1e-12)
+        for mine, leaf in zip(back(jnp.asarray(slope)), leaves, strict=True):
+            np.testing.assert_allclose(mine, leaf.grad.numpy(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", ["stored", "nf4"])
+def test_new_dora_adapters_leave_the_model_unchanged(base):
+    """Over weights as they are stored, and over the numbers that their codes stand for."""
+    spec = dataclasses.replace(SPECS["dora"], base=base)
+    config, params, table, adapters = model("qwen3", spec)
+    params = lora.frozen(params, models.table(config), spec)
+    zero = lambda leaf, x: jnp.zeros_like(x) if leaf.path.endswith("_b") else x
+    start = lora.with_magnitudes(param.tree_map(zero, table, adapters), params, spec)
+    plain = jax.tree.map(param.plain, params, is_leaf=param.composite)
+    norms = np.linalg.norm(np.asarray(plain["stacks"][0]["down"], np.float64), axis=-1)
+    np.testing.assert_allclose(start["stacks"][0]["down_m"], norms, rtol=1e-6)
+    for x, y in zip(*map(jax.tree.leaves, (lora.merge(params, start, spec), plain)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    a, b = ([*tree["stacks"][0]] for tree in (start, adapters))
+    assert a == b and lora.with_magnitudes(adapters, params, SPEC) == adapters
+
+
+def test_dora_is_not_for_routed_experts():
+    with pytest.raises(ValueError, match="lora.dora: must not be of routed experts, got expert_gate, expert_up, "):
+        lora.table(models.table(model("experts")[0]), SPECS["dora"])
+    with pytest.raises(ValueError, match="lora: rank must be above 0 if other lora options are set"):
+        lora.Lora(dora=True)
 
 
 def test_scale():
@@ -121,15 +173,16 @@ def batch(rows, on=None):
 def sgd_step(family, layout, dispatch="gather"):
     """(loss, adapters after a step of rate 1 over a frozen base) on a mesh."""
     config, base, table, adapters = model(family)
+    spec = SPECS.get(family, SPEC)
     on, sgd, objective = mesh.make(layout), optax.sgd(1.0), losses.SFT()
     with jax.set_mesh(on):
         shardings = rules.of_state(sgd, table, on)
         frozen = jax.device_put(base, rules.of_params(models.table(config), on))
-        score = lora.over_base(partial(models.score, config=config, run=models.Run(dispatch=dispatch)), SPEC)
+        score = lora.over_base(partial(models.score, config=config, run=models.Run(dispatch=dispatch)), spec)
         update = step.make_step(score, objective, sgd, shardings)
         start = step.init(jax.tree.map(jnp.copy, jax.device_put(adapters, shardings.params)), sgd, shardings)
         after, report = update(start, jax.jit(objective.prepare)(batch(8, on)), frozen)
-        merged = lora.merge(frozen, after.params, SPEC)
+        merged = lora.merge(frozen, after.params, spec)
         for x, y in zip(*map(jax.tree.leaves, (merged, frozen)), strict=True):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         return metrics.to_dict(report)["loss"], jax.tree.map(np.asarray, after.params)
@@ -140,11 +193,12 @@ one_device = cache(lambda family: sgd_step(family, mesh.Layout()))
 
 OFTEN = [
     ("qwen3", "dp2 cp2 tp2", "gather"),
+    ("dora", "fsdp2 tp4", "gather"),
     ("qwen3_moe", "fsdp2 ep4", "gather"),
     ("qwen3_moe", "cp2 ep2 tp2", "all_to_all"),
 ]
 MESHES = [
-    *(("qwen3", name, "gather") for name in ("fsdp8", "fsdp2 tp4", "dp2 cp2 tp2")),
+    *((family, name, "gather") for family in ("qwen3", "dora") for name in ("fsdp8", "fsdp2 tp4", "dp2 cp2 tp2")),
     *(("qwen3_moe", name, "gather") for name in LAYOUTS),
     *((family, "cp2 ep2 tp2", "all_to_all") for family in ("qwen3_moe", "qwen2_moe")),
 ]

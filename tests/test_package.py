@@ -86,6 +86,8 @@ def test_every_import_is_declared():
                 "tensorboard",
                 "trackio",
                 "wandb",
+                "mlflow",
+                "swanlab",
                 "ray",
                 "verifiers",
                 "docker",

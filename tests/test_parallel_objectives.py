@@ -16,7 +16,7 @@ OBJECTIVES = {
         name: losses.POLICIES[name]()
         for name in ("PPO", "ReinforcePlusPlus", "OPO", "GSPO", "M2PO", "VESPO", "ClipCov")
     },
-    **{name: losses.PREFERENCES[name]() for name in ("DPO", "KTO", "RewardModel")},
+    **{name: losses.PREFERENCES[name]() for name in ("DPO", "KTO", "BCO", "RewardModel")},
     "interpolated": GRPO(correction={"proximal": "interpolate"}),
     "masks": GRPO(correction={"mask": "k3", "mask_over": "mean", "veto": 0.1, "drift": 0.01, "normalise": True}),
     "terms": GRPO(kl={"coef": 0.1, "place": "reward"}, entropy={"coef": 0.1, "floor": 3.0}),

@@ -339,6 +339,8 @@ def test_adapters_the_server_cannot_load_are_refused(place):
         config(place, "refused", push=push)
     with pytest.raises(ValueError, match="--push.lora adapter: servers have no adapters by name for expert_gate, "):
         grpo.main(config(place, "refused", push=Push(lora="adapter"), model=str(place / "experts"), lora=Lora(rank=2)))
+    with pytest.raises(ValueError, match=r"--push.lora adapter: servers have no DoRA adapters by name \(--lora.dora\)"):
+        grpo.main(config(place, "refused", push=Push(lora="adapter"), lora=Lora(rank=2, dora=True)))
 
 
 @pytest.mark.wide

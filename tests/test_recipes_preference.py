@@ -81,10 +81,12 @@ def test_too_long_pairs_are_left_out(place, capsys):
 
 
 @pytest.mark.long
-def test_kto_learns_from_single_completions(place):
+@pytest.mark.parametrize("objective", [losses.KTO(), losses.BCO()], ids=["kto", "bco"])
+def test_learns_from_single_completions(place, objective):
     single = str(place / "single.jsonl")
-    done = preference.main(config(place, "kto", data=single, heldout=single, objective=losses.KTO()))
-    assert done["heldout_preference_accuracy"] >= 0.9 and done["left_out"] == 0 and "heldout_kl_baseline" in done
+    own = "kl_baseline" if objective.name == "KTO" else "reward_shift"
+    done = preference.main(config(place, objective.name, data=single, heldout=single, objective=objective))
+    assert done["heldout_preference_accuracy"] >= 0.9 and done["left_out"] == 0 and f"heldout_{own}" in done
 
 
 @pytest.mark.slow
@@ -183,6 +185,7 @@ def test_kto_pairs_every_completion_with_another_prompt():
     made = preference.pairs(sample, losses.KTO(), rows)
     assert [s.label for s in made] == [1, 0, 1, -1, -1, -1]
     assert seen == [("0", "0"), ("1", "1"), ("2", "2"), ("0", "2"), ("1", "0"), ("2", "1")]
+    assert [s.label for s in preference.pairs(sample, losses.BCO(), rows)] == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,7 @@ def test_kto_pairs_every_completion_with_another_prompt():
             r"needs either 'prompt' or 'messages', got the fields \['chosen', 'rejected'\]",
         ),
         (losses.KTO(), "prompt completion", "KTO: every row needs a 'label' true or false, got None; got the fields"),
+        (losses.BCO(), "prompt completion", "BCO: every row needs a 'label' true or false, got None; got the fields"),
         (losses.KTO(), "prompt chosen", "KTO: every row needs a text 'completion', got the fields"),
         (losses.RewardModel(margin=True), "prompt chosen rejected", "RewardModel: every row needs a number 'margin'"),
     ],
@@ -238,4 +242,4 @@ def test_every_objective_is_a_command(monkeypatch, capsys):
     assert cli.main(["train", "kto", *required, "--objective.desirable-weigth", "1.5"]) == 2
     assert "did you mean --objective.desirable-weight?" in capsys.readouterr().err
     assert cli.main(["train", "--help"]) == 0
-    assert "dpo,ipo,simpo,orpo,kto,rewardmodel" in capsys.readouterr().out
+    assert "dpo,ipo,simpo,cpo,orpo,kto,bco,rewardmodel" in capsys.readouterr().out

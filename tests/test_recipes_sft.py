@@ -323,31 +323,35 @@ def test_experts_can_be_balanced(place):
 
 
 @pytest.mark.long
-def test_adapters_train_over_frozen_weights(place):
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_train_over_frozen_weights(place, dora):
     """Resumed as uninterrupted; the model written is the base with the adapters written merged into it."""
     tiny.model(place / "half", torch_dtype="bfloat16")
-    spec = Lora(rank=4, alpha=8, targets=("q", "down"))
-    heldout = str(place / "rows.jsonl")
-    adapting = config(place, "adapted", model=str(place / "half"), steps=4, lora=spec, heldout=heldout, save_every=2)
+    spec = Lora(rank=4, alpha=8, targets=("q", "down"), dora=dora)
+    heldout, name = str(place / "rows.jsonl"), "dora" if dora else "adapted"
+    adapting = config(place, name, model=str(place / "half"), steps=4, lora=spec, heldout=heldout, save_every=2)
     whole = sft.main(adapting)
-    when = (place / "adapted/adapter/manifest.json").stat().st_mtime_ns
-    assert sft.main(adapting) == whole and (place / "adapted/adapter/manifest.json").stat().st_mtime_ns == when
-    assert losses(place / "adapted")[-1] < losses(place / "adapted")[0] and whole["heldout_nll"] > 0
-    tiny.cut_off(place / "adapted", place / "halves", 2)
-    sft.main(replace(adapting, out=str(place / "halves")))
+    when = (place / name / "adapter/manifest.json").stat().st_mtime_ns
+    assert sft.main(adapting) == whole and (place / name / "adapter/manifest.json").stat().st_mtime_ns == when
+    assert losses(place / name)[-1] < losses(place / name)[0] and whole["heldout_nll"] > 0
+    tiny.cut_off(place / name, halves := place / f"halves-{name}", 2)
+    sft.main(replace(adapting, out=str(halves)))
     settings, base = hf.load(place / "half", dtype=None)
     assert {x.dtype.name for x in jax.tree.leaves(base)} == {"bfloat16"}
-    read, adapters = peft.load(place / "adapted/adapter", settings)
+    read, adapters = peft.load(place / name / "adapter", settings)
     assert read == spec
-    again = peft.load(place / "halves/adapter", settings)[1]
-    written = hf.load(place / "adapted/model", dtype=None)[1]
+    again = peft.load(halves / "adapter", settings)[1]
+    written = hf.load(place / name / "model", dtype=None)[1]
     merged = lora.merge(base, adapters, spec)
     for one, other in ((adapters, again), (merged, written)):
         for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
             np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(written["embed"], base["embed"])
     with pytest.raises(ValueError, match="other options, --lora.rank 4 -> 2, which its state does not fit"):
-        sft.main(replace(adapting, out=str(place / "halves"), lora=replace(spec, rank=2)))
+        sft.main(replace(adapting, out=str(halves), lora=replace(spec, rank=2)))
+    change = f"--lora.dora {str(dora).lower()} -> {str(not dora).lower()}"
+    with pytest.raises(ValueError, match=f"other options, {change}, which its state does not fit"):
+        sft.main(replace(adapting, out=str(halves), lora=replace(spec, dora=not dora)))
 
 
 def test_adapters_that_could_not_be_written_are_refused_before_training(place):

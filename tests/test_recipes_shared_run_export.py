@@ -174,6 +174,7 @@ RUNS = {
     "narrow": (sft.Config, dict(optim=replace(FAST, **NARROW))),
     "on a mesh": (sft.Config, dict(mesh=Layout(fsdp=2, tp=2))),
     "adapters on a mesh": (sft.Config, dict(mesh=Layout(fsdp=2, tp=2), lora=Lora(rank=2))),
+    "DoRA adapters": (sft.Config, dict(mesh=Layout(fsdp=2, tp=2), lora=Lora(rank=2, base="nf4", dora=True))),
     "averaged adapters": (preference.Config, dict(lora=Lora(rank=2), optim=replace(FAST, ema=0.5))),
     "reward model": (preference.Config, dict(objective=losses.RewardModel())),
 }

@@ -269,6 +269,9 @@ def test_bad_adapters_and_names_are_refused():
         experts = {"stacks": [{"expert_up_a": np.zeros((2, 4, 3, 8)), "expert_up_b": np.zeros((2, 4, 8, 3))}]}
         with pytest.raises(ValueError, match="none for expert weights, got expert_up"):
             engine.load_adapter("b", SPEC, experts)
+        dora = dataclasses.replace(SPEC, dora=True)
+        with pytest.raises(ValueError, match="supports no DoRA adapters by name, got use_dora; load the merged"):
+            engine.load_adapter("b", dora, tiny.weights(lora.table(models.table(CONFIG), dora), 0.2))
         assert list(engine.adapters) == ["a"]
         engine.unload_adapter("a")
         engine.load_adapter("b", lora.Lora(rank=2), tiny.weights(table, 0.2))  # none is loaded now

@@ -18,6 +18,11 @@ ALIASES = {  # name elsewhere -> option here
     "max-steps": "steps",
 }
 
+TRACK = (
+    "`--track.tensorboard`, `--track.wandb`, `--track.trackio`, `--track.mlflow`, `--track.swanlab`, "
+    "`--track.prometheus`"
+)
+
 
 @dataclass(frozen=True)
 class Names:
@@ -139,7 +144,7 @@ TRL_OFFLINE = Names(
         ("`packing`, `padding_free`, `completion_only_loss`", "="),
         ("`assistant_only_loss`", "`--learn` all"),
         ("`beta`", "`--objective.beta`"),
-        ("`loss_type`", "of preferences: `areax train dpo`, `ipo`, `simpo`, `orpo`, `kto`"),
+        ("`loss_type`", "of preferences: `areax train dpo`, `ipo`, `simpo`, `cpo`, `orpo`, `kto`, `bco`"),
         ("`label_smoothing`", "`--objective.label-smoothing`"),
         ("`teacher_model_name_or_path`", "`--teacher`"),
         ("`lmbda`", "on-policy distillation: `areax train grpo` with a teacher"),
@@ -176,7 +181,7 @@ TRAINER = Names(
         ("`eval_on_start`", "= (RL evaluates held-out rows before the first batch)"),
         ("`per_device_eval_batch_size`", "= (held-out rows need no batch size of their own)"),
         ("`logging_steps`, `logging_strategy`, `logging_first_step`", "= (every step is logged)"),
-        ("`report_to`", "`--track.tensorboard`, `--track.wandb`, `--track.trackio`, `--track.prometheus`"),
+        ("`report_to`", TRACK),
         ("`logging_dir`", "`--track.tensorboard`, into OUT/tensorboard"),
         ("`run_name`", "`--out`; wandb's run has its name"),
         ("`resume_from_checkpoint`", "= (the same `--out` resumes)"),
@@ -204,6 +209,7 @@ TRAINER = Names(
         ("`lora_alpha`", "`--lora.alpha`"),
         ("`lora_target_modules`", "`--lora.targets`"),
         ("`use_rslora`", "`--lora.rslora`"),
+        ("`use_dora`", "`--lora.dora`"),
         ("`lora_dropout`", "none: adapters have no dropout"),
         ("`load_in_4bit`", "`--lora.base` nf4"),
         ("`load_in_8bit`", "`--lora.base` int8"),
@@ -332,12 +338,12 @@ VERL = Names(
         ("`trainer.test_freq`", "`--evaluate-every`"),
         ("`trainer.val_before_train`", "="),
         ("`trainer.default_local_dir`", "`--out`"),
-        ("`trainer.project_name`", "`--track.wandb`, `--track.trackio`"),
+        ("`trainer.project_name`", "`--track.wandb`, `--track.trackio`, `--track.mlflow`, `--track.swanlab`"),
         ("`trainer.experiment_name`", "`--out`; wandb's run has its name"),
         ("`trainer.resume_mode`", "= (the same `--out` resumes)"),
         ("`trainer.max_actor_ckpt_to_keep`", "= (a run keeps its newest two states)"),
         ("`trainer.balance_batch`", "= (rows are packed)"),
-        ("`trainer.logger`", "`--track.tensorboard`, `--track.wandb`, `--track.trackio`, `--track.prometheus`"),
+        ("`trainer.logger`", TRACK),
         (
             "`trainer.n_gpus_per_node`, `trainer.nnodes`",
             "`--mesh.dp`, `--mesh.fsdp`, ...; `areax launch` for processes",
@@ -448,7 +454,7 @@ AREAL = Names(
         ("`recover.mode`", "= (the same `--out` resumes)"),
         ("`evaluator.eval_before_train`", "="),
         ("`perf_tracer.profile_steps`", "`--profile`"),
-        ("`stats_logger.*`", "`--track.tensorboard`, `--track.wandb`, `--track.trackio`, `--track.prometheus`"),
+        ("`stats_logger.*`", TRACK),
         (
             "`cluster.n_nodes`, `cluster.n_gpus_per_node`",
             "`--mesh.dp`, `--mesh.fsdp`, ...; `areax launch` for processes",

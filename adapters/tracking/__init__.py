@@ -1,1 +1,1 @@
-"""Experiment tracking: the run directory, and export to TensorBoard, wandb, trackio and Prometheus."""
+"""Experiment tracking: the run directory, and export to TensorBoard, wandb, trackio, MLflow, SwanLab and Prometheus."""

@@ -452,6 +452,7 @@ METRICS = {
     "reward_chosen": "score of the chosen completion: beta log(policy / reference), or a reward model's",
     "reward_retries": "rewards of the step that were recomputed because they raised, hung or crashed",
     "reward_rejected": "score of the rejected completion",
+    "reward_shift": "BCO's delta: mean reward of desirable and of undesirable completions, averaged",
     "reward_std": "standard deviation of the reward over the samples of the step",
     "rollout_tokens_per_second": "tokens generated per second of wall time, evaluations included",
     "rows": "problems in the evaluation",

@@ -1,7 +1,8 @@
-"""Exports a run's metrics to TensorBoard, wandb, trackio and Prometheus, each from metrics.jsonl in its own thread.
+"""Exports a run's metrics to TensorBoard, wandb, trackio, MLflow, SwanLab and Prometheus.
 
-The run itself writes only the file. A failing sink logs a warning and stops, but never fails the run. When lines are
-removed from the file, because a run resumes from an earlier state, sinks start over.
+Each sink follows metrics.jsonl in its own thread; the run itself writes only the file. A failing sink logs a warning
+and stops, but never fails the run. When lines are removed from the file, because a run resumes from an earlier state,
+sinks start over.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from . import mlflow as experiments
 from . import prometheus
 from . import run_dir as tracker
+from . import swanlab as swans
 from . import tensorboard as boards
 from . import trackio as local
 from . import wandb as accounts
@@ -37,6 +40,8 @@ class Sinks:
       tensorboard: write event files to `tensorboard/` in the run directory.
       wandb: Weights & Biases project; "" = none.
       trackio: trackio project, on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set; "" = none.
+      mlflow: MLflow experiment, where MLFLOW_TRACKING_URI says, or in MLflow's local store; "" = none.
+      swanlab: SwanLab project; "" = none.
       prometheus: port to scrape the latest metrics from during the run; 0 = none.
       prometheus_host: address that Prometheus listens on; readable by anyone who can reach it.
     """
@@ -44,6 +49,8 @@ class Sinks:
     tensorboard: bool = False
     wandb: str = ""
     trackio: str = ""
+    mlflow: str = ""
+    swanlab: str = ""
     prometheus: int = 0
     prometheus_host: str = "127.0.0.1"
 
@@ -88,12 +95,17 @@ def check(sinks: Sinks) -> None:
     """Raises ValueError if a sink cannot work: its package is missing, its port in use, or there is no login."""
     for extra, package, wanted in (
         ("tensorboard", "tensorboardX", sinks.tensorboard), ("wandb", "wandb", sinks.wandb),
-        ("trackio", "trackio", sinks.trackio),
+        ("trackio", "trackio", sinks.trackio), ("mlflow", "mlflow", sinks.mlflow),
+        ("swanlab", "swanlab", sinks.swanlab),
     ):  # fmt: skip
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(f"--track.{extra} needs {package}, which is not installed; pip install 'areax[{extra}]'")
     if sinks.wandb:
         accounts.check()
+    if sinks.mlflow:
+        experiments.check()
+    if sinks.swanlab:
+        swans.check()
     if sinks.prometheus:
         prometheus.Prometheus(sinks.prometheus_host, sinks.prometheus).close()
 
@@ -120,10 +132,7 @@ def following(
         found.append(endpoint)
     if sinks.tensorboard:
         found.append(boards.TensorBoard(run_dir / "tensorboard"))
-    if sinks.wandb:
-        found.append(accounts.Wandb(sinks.wandb, run_dir))
-    if sinks.trackio:
-        found.append(local.Trackio(sinks.trackio, run_dir))
+    found += _trackers(run_dir, wandb=sinks.wandb, trackio=sinks.trackio, mlflow=sinks.mlflow, swanlab=sinks.swanlab)
     ended = threading.Event()
     threads = [
         threading.Thread(target=_follow, args=(run_dir / tracker.METRICS, sink, ended, every_s), daemon=True)
@@ -141,23 +150,29 @@ def following(
                 log.warning("%s did not export the last lines of %s within %g s", _name(sink), run_dir, PATIENCE_S)
 
 
-def copy(run_dir: str | os.PathLike, *, tensorboard: str = "", wandb: str = "", trackio: str = "") -> None:
+def copy(run_dir: str | os.PathLike, *, tensorboard: str = "", **projects: str) -> None:
     """Exports the metrics of a run, finished or not.
 
     Args:
       tensorboard: folder for event files; existing ones are removed.
-      wandb, trackio: project.
+      projects: wandb, trackio, mlflow and swanlab, as of `Sinks`.
     """
-    check(Sinks(tensorboard=bool(tensorboard), wandb=wandb, trackio=trackio))
+    check(Sinks(tensorboard=bool(tensorboard), **projects))  # type: ignore[arg-type]
     path = pathlib.Path(run_dir) / tracker.METRICS
     if not path.is_file():
         raise ValueError(f"report: a run directory must contain {tracker.METRICS}, got {run_dir} without it")
     found: list[Sink] = [boards.TensorBoard(pathlib.Path(tensorboard))] if tensorboard else []
-    found += [accounts.Wandb(wandb, pathlib.Path(run_dir))] if wandb else []
-    found += [local.Trackio(trackio, pathlib.Path(run_dir))] if trackio else []
+    found += _trackers(pathlib.Path(run_dir), **projects)
     for sink in found:
         with contextlib.closing(sink), contextlib.closing(Tail(path, sink.mark)) as tail:
             _hand(tail, sink)
+
+
+def _trackers(run_dir: pathlib.Path, **projects: str) -> list[Sink]:
+    kinds: dict[str, Callable[[str, pathlib.Path], Sink]] = {
+        "wandb": accounts.Wandb, "trackio": local.Trackio, "mlflow": experiments.MLflow, "swanlab": swans.SwanLab,
+    }  # fmt: skip
+    return [kinds[name](project, run_dir) for name, project in projects.items() if project]
 
 
 def _follow(path: pathlib.Path, sink: Sink, ended: threading.Event, every_s: float) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core import hardware
-from ...core.param import LoRAWeight
+from ...core.param import LoRAWeight, row_scales
 from ...parallel import mesh
 from . import blocked
 from .blocked import Blocked
@@ -48,7 +48,11 @@ def linear(x, w, bias=None):
     gather whole rows.
     """
     if isinstance(w, LoRAWeight):
-        return linear(x, w.weight, bias) + linear(linear(x, w.a) * w.scale, w.b)
+        if w.magnitude is None:
+            return linear(x, w.weight, bias) + linear(linear(x, w.a) * w.scale, w.b)
+        y = linear(x, w.weight) + linear(linear(x, w.a) * w.scale, w.b)
+        scales = row_scales(w)[(None,) * (y.ndim - 1)]  # not in bf16, which does not hold those close to 1
+        return _with_bias((y * scales).astype(x.dtype), bias, x)
     if isinstance(w, MultiLoRAWeight):
         plain, x = linear(x, w.weight, bias), x.astype(w.a.dtype)
         within = jnp.einsum("BTI,BRI->BTR", x, w.a[w.index])

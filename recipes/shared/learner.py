@@ -91,7 +91,10 @@ def make(
         params = _quantised(params, table, adapters, mesh)
         table, frozen = lora.table(table, adapters), (params, *frozen)
         score, whole_of = lora.over_base(score, adapters), lora.over_base(whole_of, adapters)
-        params = common.draw(table, seed, mesh)
+        base, params = params, common.draw(table, seed, mesh)
+        if adapters.dora:
+            start = functools.partial(lora.with_magnitudes, spec=adapters)
+            params = jax.jit(start, out_shardings=rules.of_params(table, mesh))(params, base)
         plain = lora.over_base(plain, adapters) if plain else None
     if average:
         score = _beside_average(score, whole_of)

@@ -54,7 +54,7 @@ class Options:
       save_every: steps between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       evaluate_every: steps between evaluations; 0 = only at the end.
-      track: where else metrics go: TensorBoard, wandb, trackio, Prometheus.
+      track: where else metrics go: TensorBoard, wandb, trackio, MLflow, SwanLab, Prometheus.
       profile: steps to trace with jax.profiler, one as 5 or a range as 5:8, both ends included; the trace is in
         `profile/` in the run's directory (docs/metrics.md); "" = none.
       seed: random seed of new weights and row order.

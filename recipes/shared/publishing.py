@@ -211,7 +211,9 @@ async def by_name(policy: Learner, options: Serving) -> Lora | None:
     if wanted == "merged" or policy.adapters is None:
         return None
     targets = lora.targets(models.table(policy.settings), policy.adapters)
-    if experts := [name for name in targets if name.startswith("expert_")]:
+    if policy.adapters.dora:
+        why = "servers have no DoRA adapters by name (--lora.dora)"
+    elif experts := [name for name in targets if name.startswith("expert_")]:
         why = f"servers have no adapters by name for {', '.join(experts)} (--lora.targets)"
     elif options.colocated or options.push.way == "tensors":
         why = "servers that are offloaded, or get tensors, need the full model (--colocated, --push.way tensors)"

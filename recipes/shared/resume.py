@@ -15,7 +15,10 @@ from areax.recipes.shared import ending, sources
 from areax.rollout import events
 
 # Options that the form of a state depends on: the weights, the optimisers' states, and a critic or a moving reference.
-SHAPING = "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets", "vision"
+SHAPING = (
+    "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets", "lora.dora",
+    "vision",
+)  # fmt: skip
 OPTIMISERS = "optim", "critic.optim"
 OPTIMISERS_SHAPING = "name", "state", "weights", "offload"
 PRESENCE = "ema", "momentum", "reference-every"  # by being 0 or not

@@ -250,7 +250,7 @@ class Saving:
         evaluation; 0 = none of these.
       journal: finished episodes and batches in journal.db, from which a killed run goes on: `keep` all, so that the run
         can be replayed; `prune` those before the oldest checkpoint; or `off`.
-      track: where else metrics go: TensorBoard, wandb, trackio, Prometheus.
+      track: where else metrics go: TensorBoard, wandb, trackio, MLflow, SwanLab, Prometheus.
       profile: steps to trace with jax.profiler, one as 5 or a range as 5:8, both ends included; the trace is in
         `profile/` in the run's directory (docs/metrics.md); "" = none.
     """

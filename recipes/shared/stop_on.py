@@ -28,6 +28,7 @@ OWN: dict[type, set[str]] = {  # metrics of an objective on given rows
     losses.Distill: {"nll", "entropy", "divergence", "unusable_fraction"},
     losses.Preference: {*TEXTS, "preference", "nll", "margin"},
     losses.KTO: {*TEXTS, "kl_baseline"},
+    losses.BCO: {*TEXTS, "reward_shift"},
     losses.RewardModel: {*PAIRS, "margin", "score"},
     losses.ProcessReward: {"step_nll", "step_accuracy"},
 }

@@ -50,8 +50,13 @@ def factors(spec: Lora, tree, base: Table, dtype) -> Factors:
       base: the model's table, without adapters.
 
     Raises:
-      ValueError: it adapts expert weights.
+      ValueError: it adapts expert weights, or is a DoRA adapter.
     """
+    if spec.dora:
+        raise ValueError(
+            "adapters: this engine supports no DoRA adapters by name, got use_dora; load the merged weights, of "
+            "areax convert ADAPTER MERGED --merge"
+        )
     names = {name.removesuffix("_a") for stack in tree["stacks"] for name in stack if name.endswith("_a")}
     if experts := sorted(name for name in names if name.startswith(EXPERTS)):
         raise ValueError(

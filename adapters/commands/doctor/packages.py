@@ -18,6 +18,8 @@ EXTRAS = {  # what needs them; `cuda` and `tpu` are in devices.py
     "grammar": "structured output of areax serve",
     "tensorboard": "--track.tensorboard",
     "trackio": "--track.trackio",
+    "mlflow": "--track.mlflow",
+    "swanlab": "--track.swanlab",
     "wandb": "--track.wandb",
     "ray": "areax launch --on ray",
     "aviary": "--env aviary:...",
