@@ -59,7 +59,8 @@ class Advantage:
         `target["state"]`. Divided by their standard deviation with std "group".
       state_gamma: discount per turn of these rewards.
       teacher: coefficient of log (teacher / proximal), clipped to 20 nats, added to each token's advantage at the end:
-        distillation by the reverse KL of sampled tokens. Needs `target["teacher"]`.
+        distillation by the reverse KL of sampled tokens. Needs `target["teacher"]`. For a teacher with another
+        tokenizer (`teacher_rows`) the log ratio is that of the token's span; of tokens in none the mean of all others.
     """
 
     credit: Literal["rollout", "return", "gae"] = "rollout"

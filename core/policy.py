@@ -26,6 +26,7 @@ from . import (
     shaping,
     signals,
     surrogates,
+    teacher_rows,
 )
 from .advantages import PER_SAMPLE, Advantage
 from .batch import Batch
@@ -250,7 +251,14 @@ class Policy:
         )
         if self.advantage.teacher:
             teacher_BT = jnp.where(mask_BT, batch.target["teacher"], 0)
-            adv_BT += self.advantage.teacher * bounded_log(teacher_BT - prox_BT)
+            gap_BT = bounded_log(teacher_BT - prox_BT)
+            if teacher_rows.SPAN in batch.target:
+                sum_BT, whole_BT = teacher_rows.over_spans(teacher_BT - prox_BT, batch, mask_BT)
+                gap_BT, rest_BT = bounded_log(sum_BT), mask_BT & ~whole_BT
+                count = jnp.maximum(jnp.sum(jnp.where(whole_BT, 1.0, 0.0)), 1)
+                # With 0, above most others, what the teacher cannot read would be the policy's way out.
+                gap_BT = jnp.where(rest_BT, jnp.sum(jnp.where(whole_BT, gap_BT, 0)) / count, gap_BT)
+            adv_BT += self.advantage.teacher * gap_BT
         log_BT = jnp.where(mask_BT, prox_BT - batch.logp_BT, 0)
         kept_BT = corrections.kept(how, prox_BT, log_BT, adv_BT, mask_BT, segment_BT, J)
         counted_BT = mask_BT if how.count_masked else kept_BT
@@ -322,6 +330,8 @@ class Policy:
         }
         if self.score_centering:
             report["sampler_mass"] = metrics.of(centering.mass(target[centering.LOGP]), mask_BT)
+        if self.advantage.teacher and teacher_rows.SPAN in target:
+            report["unaligned_fraction"] = metrics.of(target[teacher_rows.SPAN] == 0, mask_BT)
         if self.dual_clip:
             report["dual_clip_fraction"] = metrics.of((adv_BT < 0) & (now.ratio_BT > self.dual_clip), mask_BT)
         if self.kl.coef:

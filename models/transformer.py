@@ -308,7 +308,7 @@ def score(
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
       others: pairs (params, config) of further models that read the same batch, or the rows that it has for them
         (`core.teacher_rows`); `per_chunk` gets their logits at temperature 1, without gradients. If their vocabulary is
-        larger, only its first V entries.
+        larger, only its first V entries, but all of those that read tokens of another tokenizer.
 
     Raises:
       ValueError: the batch is not one microbatch [B, T]; one of the others has a smaller vocabulary; or there are
@@ -322,7 +322,9 @@ def score(
     for each in (config, *(other for _, other in others)):
         _check_output(each)
     hidden_BTD, aux, layout = _hidden(params, batch, config, run)
-    frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
+    whole = teacher_rows.BACK in batch.input  # of another tokenizer, whose ids mean others
+    read = lambda other: other.vocab if whole else config.vocab
+    frozen = [_frozen(weights, other, batch, read(other), run) for weights, other in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     kept_BTK = batch.target.get("sampling_mask")
     made = vocab.score(

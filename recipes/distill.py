@@ -19,9 +19,11 @@ import jax
 from areax.adapters.data import images
 from areax.core import losses
 from areax.models import frozen as teacher
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, ranges, resume, teachers
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, ranges, resume
+from areax.recipes.shared import teachers as shared_teachers
 from areax.rollout import client
 from areax.rollout.chat import conversation
+from areax.rollout.chat.cross_tokenizer import Pair
 from areax.rollout.fleet import members
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
@@ -41,9 +43,11 @@ class Config(offline_options.Options):
       model: the student's directory, GGUF file or hub name: weights, config.json and tokenizer.
       data: rows with prompt and completion: "prompt" (or "messages") and "completion", and "teacher_prompt" if the
         teacher reads another, a text or messages; a JSONL or Parquet file, a folder, or a data set on the hub.
-      teacher: a local one's directory, GGUF file or hub name; it must have the student's tokenizer.
+      teacher: a local one's directory, GGUF file or hub name. If its tokenizer is not the student's, both are compared
+        where they split a completion alike (docs/distillation.md).
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
         "teacher"; servers of one name share the load. They need `objective.top_k`. Their key is in AREAX_TEACHER_KEY.
+      teacher_tokenizer: directory or hub name of the tokenizer of `teachers`, if it is not the student's.
       self_distillation: instead, the student at its current weights is the teacher, which reads "teacher_prompt".
       average_teacher: with `self_distillation` the teacher has the average of the student's weights that `optim.ema`
         keeps, one more copy of them, instead of the current ones.
@@ -55,6 +59,7 @@ class Config(offline_options.Options):
     out: str = "runs/distill"
     teacher: str = ""
     teachers: tuple[str, ...] = ()
+    teacher_tokenizer: str = ""
     self_distillation: bool = False
     average_teacher: bool = False
     objective: losses.Distill = losses.Distill(divergence="forward")
@@ -83,13 +88,20 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     sample = offline.Demonstrations(tokens, "last", images.of_model(config.model))
+    pair = shared_teachers.pair(config, tokens, say=not quiet)
+    if config.objective.uld_coef and pair is None:
+        raise ValueError(
+            "distill: --objective.uld-coef compares tokens that only one of two tokenizers has, got a teacher with the "
+            "student's; leave it out"
+        )
 
     def samples(rows: list[dict]) -> list[Sample]:
-        made = [taught(sample, row, config.self_distillation) for row in rows]
+        made = [taught(sample, row, config.self_distillation, pair) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
     def ahead(rows: list[dict]) -> None:
-        sample.ahead([*rows, *(conversation.read_by_teacher(row) for row in rows if row.get("teacher_prompt"))])
+        told = [row for row in rows if row.get("teacher_prompt") and pair is None]
+        sample.ahead([*rows, *map(conversation.read_by_teacher, told)])
 
     config, prompts, heldout = offline.read(config, samples, quiet, ahead=ahead, given=given)
     if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
@@ -102,17 +114,19 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     )
     common.say_added_ends(config.model, settings, tokens)
     run = learner.computed(config.run)
-    local = common.open_teacher(config.teacher, tokens, run, mesh, settings.vision) if config.teacher else None
+    ids = len(pair.to_own) if pair else 0
+    local = common.open_teacher(config.teacher, run, mesh, settings.vision, ids) if config.teacher else None
     score = functools.partial(
         teacher.score, objective=config.objective, config=settings,
         teacher_config=settings if config.self_distillation else local and local[0], run=run,
+        common_2K=pair.common if pair else None,
     )  # fmt: skip
     own = learner.make(
         settings, params, score, config.objective, config.optim, mesh, updates=config.steps, dtype=run.dtype,
         balance=config.balance,
         adapters=config.lora, frozen=local[1:] if local else (), average=config.average_teacher, seed=config.seed,
     )  # fmt: skip
-    with served_teachers(config, tokens, settings.vocab) as annotate:
+    with served_teachers(config, tokens, settings.vocab, pair) as annotate:
         return offline.fit(
             "distill", config, mesh, own, prompts, heldout, samples=lambda rows: annotate(samples(rows)), tokens=tokens,
             began=began, teachers=local[:1] if local else (), quiet=quiet,
@@ -131,6 +145,11 @@ def check(config: Config) -> None:
         )
     for why in ranges.average_teacher(config):
         raise ValueError(f"distill: {why}")
+    if config.teacher_tokenizer and not config.teachers:
+        raise ValueError(
+            f"distill: --teacher-tokenizer is for --teachers, servers, got {config.teacher_tokenizer} without; a "
+            "--teacher directory has its own"
+        )
     if config.teachers and not spec.top_k:
         raise ValueError(
             "distill: --teachers give the likeliest tokens got --objective.top-k 0; say how many, or take --teacher"
@@ -146,17 +165,20 @@ def check(config: Config) -> None:
         )
 
 
-def taught(sample: offline.Demonstrations, row: dict, needed: bool) -> Sample:
+def taught(sample: offline.Demonstrations, row: dict, needed: bool, pair: Pair | None = None) -> Sample:
     """A row's sample, with what the teacher reads before the same completion if the row has a "teacher_prompt".
 
     Args:
       needed: the teacher knows no more than the student if it reads the same.
+      pair: of tokenizers, if the teacher's is another.
 
     Raises:
-      ValueError: there is none and it is `needed`; or it changes the completion's tokens.
+      ValueError: there is none and it is `needed`; or it changes the completion's tokens; or as `Pair.read`.
     """
     completion = offline.completion("distill", row)
     made = sample.of(row, completion).replace(info={"row": row})
+    if pair:
+        return pair.read([made], row)[0]
     if row.get("teacher_prompt") is None:
         if needed:
             raise ValueError(
@@ -177,22 +199,28 @@ def taught(sample: offline.Demonstrations, row: dict, needed: bool) -> Sample:
 
 
 @contextlib.contextmanager
-def served_teachers(config: Config, tokens, vocabulary: int) -> Iterator[Callable[[list[Sample]], list[Sample]]]:
+def served_teachers(
+    config: Config, tokens, vocabulary: int, pair: Pair | None = None
+) -> Iterator[Callable[[list[Sample]], list[Sample]]]:
     """Yields a function that adds the log-probabilities of `config.teachers` to samples; without any, the identity.
 
     Args:
       tokens, vocabulary: the student's tokenizer and the size of its vocabulary.
+      pair: of tokenizers, if the teachers' is another.
     """
     if not config.teachers:
         yield lambda samples: samples
         return
     stack = contextlib.AsyncExitStack()
+    connected = shared_teachers.connected(config.teachers, pair.tokenizer if pair else tokens, bool(pair))
     with asyncio.Runner() as runner:
-        fleets = runner.run(stack.enter_async_context(teachers.connected(config.teachers, tokens)))
+        fleets = runner.run(stack.enter_async_context(connected))
 
         def annotate(samples: list[Sample]) -> list[Sample]:
-            top_k = config.objective.top_k
-            return runner.run(served.annotate(samples, fleets, top_k=top_k, vocabulary=vocabulary, attempts=ATTEMPTS))
+            asked = served.annotate(
+                samples, fleets, top_k=config.objective.top_k, vocabulary=vocabulary, attempts=ATTEMPTS, pair=pair
+            )
+            return runner.run(asked)
 
         try:
             yield annotate

@@ -48,6 +48,7 @@ from areax.recipes.shared import (
     rollouts,
     rows,
     sources,
+    teachers,
     vision,
 )
 from areax.recipes.shared.giving_up import GivingUp, models
@@ -222,6 +223,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
             tokens, workflow, processor and processor.as_given(), most=options.max_prompt,
             room=min(length, context or length), vocabulary=model.vocab, context=context,
             new=config.rollout.sampling.max_new_tokens, taught=length if config.training.taught else 0,
+            pair=teachers.pair(config.training, tokens, say=True) if config.training.taught else None,
         )
     )  # fmt: skip
     asks = rows.asks(workflow)

@@ -136,6 +136,9 @@ class Sample:
       info: what a workflow reports of it, such as its texts; stays in the process that runs the workflow.
       teacher_prompt: what a teacher reads in place of all tokens before the first learnt one, such as a prompt with the
         answer; () = the same tokens.
+      reading: (tokens, span), i32[m] each, of a teacher with another tokenizer: the ids that it reads, and the number
+        of the span of each, as in the array `teacher_span`, 0 = none (`chat.cross_tokenizer`); () = its tokenizer is
+        the same.
     """
 
     tokens: np.ndarray
@@ -159,6 +162,7 @@ class Sample:
     images: tuple[Image, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     teacher_prompt: tuple[int, ...] = ()
+    reading: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self):
         n = len(self.tokens)
@@ -178,7 +182,10 @@ class Sample:
 
     @property
     def teacher_tokens(self) -> np.ndarray:
-        """What a teacher reads, i32[m]: the tokens, with `teacher_prompt`, if any, before the first learnt one."""
+        """What a teacher reads, i32[m]: the tokens, with `teacher_prompt`, if any, before the first learnt one; those
+        of its `reading`, if its tokenizer is another."""
+        if self.reading:
+            return self.reading[0]
         if not self.teacher_prompt:
             return self.tokens
         first = int(np.argmax(self.mask[1:])) + 1 if self.mask[1:].any() else len(self.tokens)

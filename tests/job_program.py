@@ -239,7 +239,7 @@ def find_others(folder: str) -> dict[str, str]:
         "settings": lambda: common.open_model(settings, "checkpoint", 0, on),
         "settings of new weights": lambda: common.open_model(settings, "random", 0, on),
         "weights": lambda: common.open_model(weights, "checkpoint", 0, on),
-        "weights of a teacher": lambda: common.open_teacher(weights, tokens, models.Run(), on),
+        "weights of a teacher": lambda: common.open_teacher(weights, models.Run(), on),
         "weights of a critic": lambda: grpo.build_trainer(trained),
         "settings of a scorer": lambda: score_head.open_model(scored, score_head.SCALAR, tokens, on),
     }

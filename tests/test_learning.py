@@ -13,6 +13,7 @@ import pytest
 import tiny
 
 from areax import models
+from areax.adapters import tokenizer
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.core import losses
@@ -196,6 +197,41 @@ def test_a_teacher_says_what_the_demonstrations_do_not(place):
     )  # fmt: skip
     assert distill.main(config)["complete"]
     assert accuracy(place / "distilled/model", place) >= 0.85
+
+
+def test_a_teacher_with_another_tokenizer_teaches(tmp_path):
+    """Of ten answers that the student guesses: it comes nearer to its teacher on its own samples, without a reward, by
+    distributions where both have one token, and by log ratios: its tokens from 10 to 19 are two of its teacher's."""
+    rng = random.Random(0)
+    drawn = lambda: f"1{rng.randrange(1000):03}"
+    rows = [{"prompt": f"{q}+", "completion": a} for q, a in ((q, drawn()) for q in "0123456789")]
+    tiny.rows(tmp_path / "rows.jsonl", rows)
+    tiny.rows(tmp_path / "guesses.jsonl", [{**row, "completion": drawn()} for row in rows * 100])
+    roles = "system", "user", "assistant"
+    for name, words, data, steps in (
+        ("teacher", roles, "rows", 100), ("student", (*roles, *map(str, range(10, 20))), "guesses", 60)
+    ):  # fmt: skip
+        tokens, base = tokenizer.character("0123456789+", words=words), tmp_path / name / "base"
+        shape = dict(hidden_size=64, intermediate_size=128, initializer_range=0.06, num_hidden_layers=1)
+        tiny.model(base, vocab_size=len(tokens), eos_token_id=tokens.eos_token_id, **shape)
+        tokenizer.save(tokens, base)
+        imitated = sft.Config(
+            model=str(base), data=str(tmp_path / f"{data}.jsonl"), out=str(tmp_path / name / "sft"), steps=steps,
+            batch=40, length=32, rows=16, optim=Optimizer(lr=3e-3, warmup=10, b2=0.99),
+        )  # fmt: skip
+        assert sft.main(imitated)["complete"]
+    config = replaced(
+        grpo.Config(f"{tmp_path}/student/sft/model", f"{tmp_path}/rows.jsonl", "areax.rollout.rewards:none"),
+        teacher=f"{tmp_path}/teacher/sft/model", out=f"{tmp_path}/taught", steps=60, groups=10, group_size=8, eta=0,
+        length=32, rows=16, samples_every=0, sampling=Sampling(max_new_tokens=6), serve=Serve(slots=80, context=64),
+        objective=losses.GRPO(advantage={"std": "none", "mean": "none", "teacher": 0.1}),
+        optim=Optimizer(lr=2e-3, warmup=5, b2=0.99),
+        distill_coef=1.0, distill=losses.Distill("forward"),
+    )  # fmt: skip
+    assert grpo.main(config)["complete"]
+    lines = [x for x in run_dir.read_lines(tmp_path / "taught/metrics.jsonl") if x["kind"] == "grpo"]
+    assert all(x["unaligned_fraction"] < 0.3 for x in lines)
+    assert sum(x["divergence"] for x in lines[-5:]) / 5 < 0.5 * lines[0]["divergence"]
 
 
 @pytest.fixture(scope="module")

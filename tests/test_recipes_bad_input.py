@@ -334,7 +334,7 @@ OPTIONS = {
         ("--self-distillation", "name one of --teacher, --teachers and --self-distillation where"),
         (
             "--data {place}/told.jsonl --self-distillation --distill-coef 1",
-            "a 'teacher_prompt' must leave room for a completion within 32 tokens, got ",
+            "what a teacher reads must leave room for a completion within 32 tokens, got ",
         ),
         ("--objective.kl.horizon 3", "--objective.kl.horizon must be 10 without a target to adapt to, got 3"),
         ("--curriculum.target 0.4", "--curriculum.target must be left out with order shuffled, which has none"),

@@ -12,8 +12,10 @@ import pytest
 import scripted
 import servers
 import tiny
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from areax.adapters import cli, hf, tokenizer
+from areax.adapters import cli, hf, safetensors, tokenizer
 from areax.adapters.tracking import run_dir
 from areax.core.losses import Distill
 from areax.core.optim import Optimizer
@@ -81,6 +83,62 @@ def test_a_served_teacher_equals_a_local_one(place, monkeypatch, data):
             distill.main(replace(asked, data=str(place / "rows.jsonl"), out=str(place / f"unnamed-{name}")))
     for name in ("loss", "divergence", "nll"):
         np.testing.assert_allclose(served[name], local[name], rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def teens(place):
+    """A teacher whose tokenizer has 10 to 19 as tokens."""
+    tokens = tokenizer.character("0123456789+", words=(*(str(n) for n in range(10, 20)), "user", "system", "assistant"))
+    tiny.model(place / "teens", seed=2, vocab_size=len(tokens), eos_token_id=tokens.eos_token_id)
+    tokenizer.save(tokens, place / "teens")
+    return str(place / "teens")
+
+
+@pytest.mark.long
+def test_a_teacher_may_have_another_tokenizer(place, teens, capsys):
+    """Whether local or served; where both have one token, the student comes to say what it says."""
+    spec = Distill("js", top_k=6)
+    local = distill.main(config(place, "other-local", teacher=teens, objective=spec))
+    lines = [line for line in run_dir.read_lines(place / "other-local/metrics.jsonl") if "loss" in line]
+    assert lines[-1]["divergence"] < 0.5 * lines[0]["divergence"] and local["complete"]
+    assert all(0.5 < line["compared_fraction"] < 1 and line["unaligned_fraction"] == 0 for line in lines)
+    np.testing.assert_allclose(local["loss"], local["divergence"] * local["compared_fraction"], rtol=1e-5)
+    said = capsys.readouterr().err
+    assert said.count("has another tokenizer than the trained model, with ") == 1
+    with servers.embedded(teens, slots=8, context=64) as remote:
+        asked = dict(teacher="", teachers=(remote.url,), objective=spec)
+        served = distill.main(config(place, "other-served", **asked, teacher_tokenizer=teens))
+        with pytest.raises(ValueError, match="must have the student's tokenizer, got .* with --teacher-tok"):
+            distill.main(config(place, "other-unnamed", **asked))
+        other = str(place / "byte")
+        tokenizer.save(tokenizer.byte_level(), other)
+        with pytest.raises(ValueError, match="must have the tokenizer of --teacher-tokenizer, got .*must be numbers"):
+            distill.main(config(place, "other-wrong", **asked, teacher_tokenizer=other))
+    for name in ("loss", "divergence", "nll", "compared_fraction"):
+        np.testing.assert_allclose(served[name], local[name], rtol=1e-4)
+    by_rank = Distill("forward", uld_coef=0.5)
+    ranked = distill.main(config(place, "ranked", teacher=teens, objective=by_rank, steps=1))
+    plain = distill.main(config(place, "plain", teacher=teens, objective=Distill("forward"), steps=1))
+    assert ranked["divergence"] > plain["divergence"]
+
+
+@pytest.mark.slow
+def test_a_teacher_with_other_ids_teaches_the_same(place):
+    """Two tokens change places, in its tokenizer and in its weights: of each token the divergence is the same."""
+    tiny.model(place / "swapped", seed=1, hidden_size=48, num_hidden_layers=1, tie_word_embeddings=False)
+    words = ("user", "system", "assistant")
+    tokenizer.save(tokenizer.character("0123456789+", words=words), place / "swapped")
+    (place / "swapped/manifest.json").unlink()
+    held = {name: np.array(x) for name, x in safetensors.read(place / "swapped").items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        held[name][[5, 6]] = held[name][[6, 5]]
+    safetensors.write(place / "swapped", held, held.values())
+    for name, spec in {"whole": Distill("js"), "top": Distill("js", top_k=5)}.items():
+        plain = distill.main(config(place, f"own-{name}", steps=2, objective=spec))
+        other = distill.main(config(place, f"swapped-{name}", steps=2, objective=spec, teacher=str(place / "swapped")))
+        assert other["compared_fraction"] == 1
+        for key in ("loss", "divergence", "nll", "grad_norm"):
+            np.testing.assert_allclose(other[key], plain[key], rtol=1e-5)
 
 
 @pytest.mark.long
@@ -214,6 +272,8 @@ def test_incompatible_options_give_a_one_line_error(place):
         ("name either --teacher, .* got both", dict(self_distillation=True)),
         ("got --objective.top-k 0", dict(teacher="", teachers=url)),
         ("--teachers: an address must have no user, .* got http://...@host;", dict(teachers=("http://ann:x@host",))),
+        ("--teacher-tokenizer is for --teachers, servers, got x without", dict(teacher_tokenizer="x")),
+        ("--objective.uld-coef compares tokens that only one of two tokenizers", dict(objective=Distill(uld_coef=1.0))),
         ("got --objective.temperature 2", dict(teacher="", teachers=url, objective=Distill(top_k=4, temperature=2.0))),
     ):
         with pytest.raises(ValueError, match=words):
@@ -223,9 +283,15 @@ def test_incompatible_options_give_a_one_line_error(place):
 def test_teachers_of_other_tokenizers_and_vocabularies_are_refused(place):
     tiny.model(place / "other")
     tokenizer.save(tokenizer.character("0123456789*"), place / "other")
-    with pytest.raises(
-        ValueError, match="must have the trained model's tokenizer, got id .*; choose a model of the same family"
-    ):
+    with pytest.raises(ValueError, match=r"the tokenizer has no token for '\+' in "):
+        distill.main(config(place, "bad", teacher=str(place / "other")))
+    tokenizer.save(tokenizer.byte_level(), place / "other")
+    with pytest.raises(ValueError, match="must have a token for each of its tokenizer's 288, got 32"):
+        distill.main(config(place, "bad", teacher=str(place / "other")))
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "1": 1, "</s>": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece()
+    tokenizer.save(PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>"), place / "other")
+    with pytest.raises(ValueError, match="other: has not the trained model's tokenizer, and .* the decoder WordPiece"):
         distill.main(config(place, "bad", teacher=str(place / "other")))
     source = hf.read_config(place / "teacher")
     tiny.model(place / "small", vocab_size=source.vocab - 1)

@@ -388,6 +388,29 @@ def test_a_policy_is_its_own_teacher_with_more_to_read(place):
     assert abs(first["divergence"]) < 1e-6 and first["grad_norm"] < 1e-4
 
 
+@pytest.mark.long
+def test_a_teacher_with_another_tokenizer_scores_spans(place):
+    """Local and served ones alike, in the advantages and beside the objective."""
+    tokens = tokenizer.character("0123456789+", words=("system", "user", "assistant", *map(str, range(10, 100))))
+    tiny.model(place / "pairs", seed=3, vocab_size=len(tokens), eos_token_id=tokens.eos_token_id)
+    tokenizer.save(tokens, place / "pairs")
+    objective = GRPO(advantage={"std": "none", "mean": "none", "teacher": 0.1})
+    taught = dict(steps=2, objective=objective, distill_coef=0.5, distill=losses.Distill(top_k=4))
+    taught |= {"reward": "areax.rollout.rewards:none"}
+    runs = {"local": {"teacher": str(place / "pairs")}}
+    with servers.embedded(place / "pairs", slots=8, context=64) as remote:
+        runs["served"] = {"teachers": (remote.url,), "teacher_tokenizer": str(place / "pairs")}
+        lines = {}
+        for name, where in runs.items():
+            assert grpo.main(config(place, f"pairs-{name}", **taught, **where))["complete"]
+            path = place / f"pairs-{name}/metrics.jsonl"
+            lines[name] = [x for x in run_dir.read_lines(path) if x["kind"] == "grpo"]
+    for one, other in zip(*lines.values(), strict=True):
+        assert 0 < one["compared_fraction"] < 1 and 0 <= one["unaligned_fraction"] < 1 and one["grad_norm"] > 0
+        for name in ("loss", "divergence", "compared_fraction", "unaligned_fraction", "grad_norm"):
+            np.testing.assert_allclose(other[name], one[name], rtol=1e-3, err_msg=name)
+
+
 @pytest.mark.slow
 def test_served_teachers_and_greedy_baselines(place, monkeypatch):
     """What a server says of each sample, and the reward of a greedy completion, travel with the samples."""

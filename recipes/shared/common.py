@@ -150,22 +150,22 @@ def say_added_ends(model: str, config, tokens) -> None:
         )
 
 
-def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh, vision: Tower | None = None):
+def open_teacher(path: str, run: models.Run, on: jax.sharding.Mesh, vision: Tower | None = None, ids: int = 0):
     """(config, sharded weights) of a teacher, in the dtype of its computation.
 
     Args:
-      tokens: the student's tokenizer.
       vision: the student's tower, if the student reads images; the teacher then reads them, too.
+      ids: of its own tokenizer, which must be in its vocabulary.
 
     Raises:
-      ValueError: a token of the student has another id in the teacher's tokenizer, or none; images are other patches
-        for the teacher; or as `check_same`.
+      ValueError: ids are outside of the vocabulary; images are other patches for the teacher; or as `check_same`.
     """
-    check_tokens(f"--teacher {path}", tokenizer.load(path), tokens)
     folder, dtype = hub.folder(path, weights=True), run.dtype or models.default_dtype(jax.default_backend())
     check_same(folder)
     with terminal.loading(folder):
         config, params = hf.load(folder, dtype=dtype, mesh=on, vision=vision is not None)
+    if config.vocab < ids:
+        raise ValueError(f"--teacher {path}: must have a token for each of its tokenizer's {ids}, got {config.vocab}")
     for name in SEEN if vision else ():
         if (got := getattr(config.vision, name)) != (wanted := getattr(vision, name)):
             raise ValueError(

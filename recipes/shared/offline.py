@@ -159,7 +159,8 @@ def read(
         seen = seen or any(sample.images for sample in made)
         for sample in made:
             rows.check_vocabulary(sample.tokens, vocabulary)
-            rows.check_vocabulary(sample.teacher_tokens, vocabulary)
+            if not sample.reading:  # of another tokenizer
+                rows.check_vocabulary(sample.teacher_tokens, vocabulary)
         n = max(max(len(sample.tokens), len(sample.teacher_tokens)) for sample in made)
         pair = sum(len(sample.tokens) for sample in made if sample.pair >= 0)
         if n <= config.length < pair and config.rows == 1:

@@ -144,6 +144,7 @@ class Training:
       teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
       teachers: instead of `teacher`, addresses of servers with teachers: `http://...`, or `name=http://...` if rows
         name theirs in "teacher". Their key is in AREAX_TEACHER_KEY.
+      teacher_tokenizer: directory or hub name of the tokenizer of `teachers`, if it is not the trained model's.
       self_distillation: instead, the policy at its current weights is the teacher, which reads the row's
         "teacher_prompt", or the `teacher_prompt` of the workflow's samples.
       average_teacher: with `self_distillation` the teacher has the average of the policy's weights that `optim.ema`
@@ -169,6 +170,7 @@ class Training:
     balance: Balance = Balance()
     teacher: str = ""
     teachers: tuple[str, ...] = ()
+    teacher_tokenizer: str = ""
     self_distillation: bool = False
     average_teacher: bool = False
     distill: losses.Distill = losses.Distill()
@@ -457,6 +459,11 @@ def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
             f"--distill-coef is not 0, and none elsewhere, got {training.teacher!r} and {training.teachers}{itself}"
         )
     yield from ranges.average_teacher(training)
+    if training.teacher_tokenizer and not training.teachers:
+        yield (
+            f"--teacher-tokenizer is for --teachers, servers, got {training.teacher_tokenizer} without; a --teacher "
+            "directory has its own"
+        )
     if not training.distill_coef and (given := changed(training.distill, "distill")):
         yield f"--distill.* needs --distill-coef above 0 and a --teacher to learn from, got {given} without; add them"
     if training.objective.score_centering and training.distill_coef:

@@ -18,6 +18,7 @@ from areax.recipes.shared import evaluation, teachers
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.chat import images, observations, states
+from areax.rollout.chat.cross_tokenizer import Pair
 from areax.rollout.errors import ServerError
 from areax.rollout.journal.store import Journal
 from areax.rollout.rewards.signatures import Regroup
@@ -85,15 +86,18 @@ async def opened(
             options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
         bound = await enter(bind(sampling=rollout.sampling))
-        train = fitting(bound, training.length, rollout, tokens if training.taught else None)
+        pair = teachers.pair(training, tokens) if training.taught else None
+        train = fitting(bound, training.length, rollout, tokens if training.taught else None, pair)
         if training.objective.observation.coef:
             train = functools.partial(observations.marked, train)
         if rollout.episode_timeout_s:
             train = functools.partial(timed, train, rollout.episode_timeout_s)
         if training.teachers:
-            fleets = await enter(teachers.connected(training.teachers, tokens))
+            fleets = await enter(teachers.connected(training.teachers, pair.tokenizer if pair else tokens, bool(pair)))
             top_k = training.distill.top_k if training.distill_coef else 0
-            annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
+            annotate = functools.partial(
+                teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary, pair=pair
+            )
             train = functools.partial(teacher.taught, train, annotate)
         if training.objective.advantage.mean == "optimal_value":
             train = functools.partial(valued, train, training.objective.advantage.value_temperature)
@@ -105,7 +109,9 @@ async def opened(
         yield Episodes(train, cold, warm, pool, of(bound))
 
 
-def fitting(episode: Workflow, length: int, rollout: Rollout, tokenizer: Any = None) -> Workflow:
+def fitting(
+    episode: Workflow, length: int, rollout: Rollout, tokenizer: Any = None, pair: Pair | None = None
+) -> Workflow:
     """Wraps an episode to leave out samples longer than a packed row, which are counted and logged.
 
     The workflow raises as `episodes.returned`, and ValueError after TOO_LONG consecutive samples that do not fit, and
@@ -114,6 +120,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout, tokenizer: Any = N
     Args:
       tokenizer: of a run with a teacher, which reads the "teacher_prompt" of rows (`teacher.with_prompt`); None = none
         reads that of samples, which lose it.
+      pair: of tokenizers, if the teacher's is another.
     """
     too_long: list[int] = []
 
@@ -121,8 +128,10 @@ def fitting(episode: Workflow, length: int, rollout: Rollout, tokenizer: Any = N
         samples = episodes.returned(await episode(generate, row), row)
         if tokenizer is None:
             samples = [s.replace(teacher_prompt=()) if s.teacher_prompt else s for s in samples]
-        else:
+        elif pair is None:
             samples = teacher.with_prompt(samples, row, tokenizer)
+        else:
+            samples = pair.read(samples, row)
         sizes = [max(len(s.tokens), len(s.teacher_tokens)) for s in samples]
         kept = [s for s, n in zip(samples, sizes, strict=True) if n <= length]
         for n in (n for n in sizes if n > length):

@@ -13,6 +13,7 @@ from areax.adapters.tracking import progress
 from areax.rollout import object_path, workflows
 from areax.rollout.chat import conversation, images, template
 from areax.rollout.chat.conversation import tried
+from areax.rollout.chat.cross_tokenizer import Pair
 from areax.rollout.workflows import multi_turn, resolve
 
 TOGETHER = 256  # rows that are checked at a time
@@ -169,6 +170,7 @@ def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
 def prompts(
     tokens, workflow: str, processor: images.Processor | None = None, *, most: int = 0, room: int = 0,
     vocabulary: int = 0, context: int = 0, new: int = 0, taught: int = 0,
+    pair: Pair | None = None,
 ) -> Prepared:  # fmt: skip
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
@@ -182,6 +184,7 @@ def prompts(
       context: longest sequence that the servers take; 0 = unknown.
       new: tokens that a completion may have; servers refuse a request that could become longer than the context.
       taught: longest sequence of a teacher, which reads the "teacher_prompt" of rows; 0 = there is none.
+      pair: of tokenizers, if the teacher's is another; it then reads every row's prompt.
     """
     prompted = asks(workflow)
     found: dict[int, template.Prompt | ValueError] = {}  # by id of the rows in `held`, which no other object can have
@@ -195,12 +198,13 @@ def prompts(
             found.update(zip(map(id, rows), made, strict=True))
 
     def check(row: dict) -> str | None:
-        if taught and row.get("teacher_prompt") is not None:
-            read = template.prompted(tokens, conversation.read_by_teacher(row)).tokens
-            check_vocabulary(read, vocabulary or 2**31)
+        if taught and (pair or row.get("teacher_prompt") is not None):
+            read = pair.prompt(row) if pair else template.prompted(tokens, conversation.read_by_teacher(row)).tokens
+            if not pair:
+                check_vocabulary(read, vocabulary or 2**31)
             if len(read) >= taught:
                 raise ValueError(
-                    f"a 'teacher_prompt' must leave room for a completion within {taught} tokens, got {len(read)}; "
+                    f"what a teacher reads must leave room for a completion within {taught} tokens, got {len(read)}; "
                     "raise --length"
                 )
         if not prompted and not most:

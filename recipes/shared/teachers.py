@@ -1,29 +1,64 @@
-"""Connections to `--teachers`, generation servers whose tokenizer is compared with the student's."""
+"""Tokenizers of teachers, and connections to `--teachers`, generation servers whose tokenizer is compared."""
 
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from areax.adapters import tokenizer
 from areax.adapters.tracking import progress
 from areax.rollout import client
+from areax.rollout.chat.cross_tokenizer import Pair
 from areax.rollout.errors import ServerError
 from areax.rollout.workflows import teacher
 
 START_S = 600.0  # for servers that start together with a run, which asks them first
+STUDENTS = "the student's tokenizer"
 COMPARED = 500  # tokens, about, in addition to those that were added to the vocabulary
 
 
+def pair(options: Any, tokens: Any, say: bool = False) -> Pair | None:
+    """The tokenizers of student and teacher, if they differ; None = each token of the student has its id in the
+    teacher's, too, or none is named.
+
+    Args:
+      options: with `teacher` and `teacher_tokenizer`.
+      tokens: the student's tokenizer.
+      say: says how much they have in common, if they differ.
+
+    Raises:
+      ValueError: as `Pair`.
+    """
+    path = options.teacher or options.teacher_tokenizer
+    if not path:
+        return None
+    theirs, own = tokenizer.load(path), tokens.get_vocab()
+    ids = theirs.get_vocab()
+    if all(ids.get(token) == i for token, i in own.items()):
+        return None
+    ends = tokenizer.end_of_turn(tokens), tokenizer.end_of_turn(theirs)
+    try:
+        made = Pair(tokens, theirs, tokenizer.stop_ids(tokens), ends)
+    except ValueError as error:
+        raise ValueError(f"{path}: has not the trained model's tokenizer, and {error}") from None
+    if say:
+        progress.say(
+            f"{path}: has another tokenizer than the trained model, with {made.common.shape[1]:,} of its {len(own):,} "
+            "tokens; teaches where both split a text alike (docs/distillation.md)"
+        )
+    return made
+
+
 @contextlib.asynccontextmanager
-async def connected(teachers: Sequence[str], tokens: Any) -> AsyncIterator[dict[str, client.Fleet]]:
+async def connected(teachers: Sequence[str], tokens: Any, own: bool = False) -> AsyncIterator[dict[str, client.Fleet]]:
     """Yields the fleets of `--teachers` by name; a server that reports no texts of tokens is named, not compared.
 
     Args:
       teachers: addresses, as `teacher.named`.
-      tokens: the student's tokenizer.
+      tokens: the student's tokenizer, or that of the teachers, if they have their `own`.
 
     Raises:
-      ValueError: a token of the student is another text for a server, or none; as `client.connect`.
+      ValueError: a token of it is another text for a server, or none; as `client.connect`.
       ServerError: as `client.connect`.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -32,7 +67,7 @@ async def connected(teachers: Sequence[str], tokens: Any) -> AsyncIterator[dict[
             for name, urls in teacher.named(teachers).items()
         }
         for server in itertools.chain(*(fleet.servers for fleet in fleets.values())):
-            await _compare(server.api, tokens)
+            await _compare(server.api, tokens, "the tokenizer of --teacher-tokenizer" if own else STUDENTS)
         yield fleets
 
 
@@ -52,15 +87,18 @@ async def weights(teachers: Sequence[str]) -> dict[str, list]:
     return found
 
 
-async def _compare(api, tokens) -> None:
+async def _compare(api, tokens, whose: str) -> None:
     ids = sorted(tokens.get_vocab().values())
     ids = sorted({*tokens.added_tokens_decoder, *ids[:: len(ids) // COMPARED + 1]})
     try:
         await api.texts(ids[:1])
     except (ValueError, ServerError) as error:
-        progress.say(f"--teachers {api.url}: whether it has the student's tokenizer is not checked ({error})")
+        progress.say(f"--teachers {api.url}: whether it has {whose} is not checked ({error})")
         return
-    wrong = f"--teachers {api.url}: must have the student's tokenizer, got %s; serve a teacher of the same family"
+    wrong = (
+        f"--teachers {api.url}: must have {whose}, got %s; serve a teacher of the same family, or name its tokenizer "
+        "with --teacher-tokenizer"
+    )
     try:
         texts = await api.texts(ids)
     except ValueError as error:  # it has fewer tokens

@@ -27,11 +27,13 @@ from areax.recipes.shared import (
     not_finite,
     packer,
     score_head,
+    teachers,
     terminal,
     vision,
 )
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
+from areax.rollout.chat.cross_tokenizer import Pair
 from areax.rollout.types import Sample
 
 
@@ -99,7 +101,13 @@ def build(
     if options.objective.needs_values:
         critic = _critic(options.critic, model, settings, params, run, mesh, steps * updates_per_batch)
         warmup = options.critic.warmup
-    teacher = _teacher(options.teacher, model, settings, run, mesh, temperature) if options.teacher else None
+    pair = teachers.pair(options, tokenizer.load(model)) if options.taught else None
+    if options.distill.uld_coef and pair is None:
+        raise ValueError(
+            "--distill.uld-coef compares tokens that only one of two tokenizers has, got a teacher with the policy's; "
+            "leave it out"
+        )
+    teacher = _teacher(options.teacher, pair, settings, run, mesh, temperature) if options.teacher else None
     objective: Any = options.objective
     policy_score = plain = score
     if options.objective.score_centering:
@@ -112,7 +120,7 @@ def build(
         policy_score = functools.partial(
             frozen_models.score, objective=options.distill, config=settings,
             teacher_config=settings if options.self_distillation else teacher and teacher.settings, run=run,
-            temperature=temperature,
+            temperature=temperature, common_2K=pair.common if pair else None,
         )  # fmt: skip
     policy = learner.make(
         settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
@@ -181,13 +189,13 @@ def _own(x):
     return jnp.array(x, jnp.float32, copy=True)
 
 
-def _teacher(directory: str, model: str, student, run: models.Run, mesh, temperature: float) -> FrozenModel:
-    settings, params = common.open_teacher(directory, tokenizer.load(model), run, mesh, student.vision)
+def _teacher(directory: str, pair: Pair | None, student, run: models.Run, mesh, temperature: float) -> FrozenModel:
+    settings, params = common.open_teacher(directory, run, mesh, student.vision, ids=len(pair.to_own) if pair else 0)
     score = functools.partial(models.score, config=settings, run=run, temperature=temperature, learnt_only=True)
 
     def one(params, batch):
         out = score(params, teacher_rows.of(batch))
-        return replace(out, logp_BT=teacher_rows.aligned(out.logp_BT, batch))
+        return replace(out, logp_BT=teacher_rows.of_spans(out.logp_BT, batch))
 
     return FrozenModel(settings, params, step.make_scores(one))
 

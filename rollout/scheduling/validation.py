@@ -85,6 +85,7 @@ def checked(
         images=images,
         info=_info(sample.info),
         teacher_prompt=_teacher_prompt(sample.teacher_prompt, vocabulary),
+        reading=_reading(sample.reading),
     )
 
 
@@ -245,6 +246,16 @@ def _teacher_prompt(value: Any, vocabulary: int | None) -> tuple[int, ...]:
     tokens = _array("teacher_prompt", items, len(items), "iu", "have whole numbers") if items else np.zeros(0, int)
     _within("teacher_prompt", tokens, 0, vocabulary or 2**31, "vocabulary size ")
     return tuple(tokens.tolist())
+
+
+def _reading(value: Any) -> tuple[np.ndarray, ...]:
+    items = _items("reading", value)
+    if items and (len(items) != 2 or np.shape(items[0]) != np.shape(items[1])):
+        _wrong("reading", "be (), or a teacher's tokens and the number of the span of each", value)
+    made = tuple(_array("reading", x, len(x), "iu", "have whole numbers").astype(np.int32) for x in items)
+    for x in made:
+        _within("reading", x, 0, 2**31, "")
+    return made
 
 
 def _info(value: Any) -> dict[Any, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import object_path
 from ..chat import conversation, template
+from ..chat.cross_tokenizer import Pair
 from ..errors import ServerError
 from ..fleet.fleet import Fleet
 from ..processes.printable import one_line
@@ -141,9 +142,23 @@ def _placed(x: np.ndarray, sample: Sample) -> np.ndarray:
     return np.concatenate([np.zeros((len(sample.tokens) - behind, *x.shape[1:]), x.dtype), x[len(x) - behind :]])
 
 
+def _of_spans(
+    sample: Sample, pair: Pair, logp: np.ndarray, ids: np.ndarray, top: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `score` returned, at the sample's tokens, as `annotate` has it with a pair of tokenizers."""
+    own, theirs = sample.arrays["teacher_span"][1], sample.reading[1]
+    here, there = (np.unique(span, return_index=True)[1][int(0 in span) :] for span in (own, theirs))
+    n, K = len(own), ids.shape[1]
+    logp_n, ids_nK, top_nK = np.zeros(n, np.float32), np.full((n, K), -1, np.int32), np.zeros((n, K), np.float32)
+    logp_n[here] = np.bincount(theirs, weights=logp, minlength=len(there) + 1)[1:]
+    ids_nK[here] = np.append(pair.to_own, -1)[np.minimum(ids[there], len(pair.to_own))]
+    top_nK[here] = top[there]
+    return logp_n, ids_nK, top_nK
+
+
 async def annotate(
     samples: Sequence[Sample], teachers: Mapping[str, Fleet], *, top_k: int = 0, vocabulary: int | None = None,
-    attempts: int = 1,
+    attempts: int = 1, pair: Pair | None = None,
 ) -> list[Sample]:  # fmt: skip
     """Adds the teachers' log-probabilities to the samples as "target" arrays.
 
@@ -153,6 +168,9 @@ async def annotate(
 
     Args:
       vocabulary: size of the student's vocabulary, which must contain all of the teacher's top tokens.
+      pair: of tokenizers, if the teachers' is another: samples are those of `pair.read`. `teacher` is then the sum over
+        each span, at its first token, and 0 elsewhere; likeliest tokens are those at first tokens of spans, by the
+        student's ids, -1 where it has none; elsewhere all are -1.
       attempts: how often a teacher is asked about a sample if it fails; episodes, which call this, are tried again.
 
     Raises:
@@ -174,8 +192,9 @@ async def annotate(
             )
         for attempt in range(attempts):
             try:
-                found = await score(teachers[name], sample.teacher_tokens.tolist(), top_k, vocabulary)
-                logp, ids, top = (_placed(x, sample) for x in found)
+                size = len(pair.to_own) if pair else vocabulary
+                found = await score(teachers[name], sample.teacher_tokens.tolist(), top_k, size)
+                logp, ids, top = _of_spans(sample, pair, *found) if pair else [_placed(x, sample) for x in found]
                 break
             except ValueError as error:
                 raise ValueError(f"annotate: {error}; {object_path.row(row)}") from error
@@ -191,7 +210,7 @@ async def annotate(
             )
         arrays = {"teacher": logp} | ({"teacher_ids": ids, "teacher_logp": top} if top_k else {})
         made = {**sample.arrays, **{key: ("target", x) for key, x in arrays.items()}}
-        return sample.replace(arrays=made, teacher_prompt=())  # which is read now
+        return sample.replace(arrays=made, teacher_prompt=(), reading=())  # which is read now
 
     tasks = [asyncio.ensure_future(one(sample)) for sample in samples]
     try:
