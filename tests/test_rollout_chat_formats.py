@@ -17,7 +17,9 @@ OF = {  # the formats of TRL's templates; those that are not here have no tools
     "deepseek": "deepseek_r1_distill deepseekv3",
     "gpt_oss": "gptoss",
     "gemma4": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
-    "unknown": "glm4moe lfm2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2 muse_glimmer",
+    "glm4_moe": "glm4moe",
+    "lfm2": "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2",
+    "unknown": "lfm2 muse_glimmer",  # the first shows tools, and no calls
     "plain": "cohere cohere2 gemma gemma3 idefics3 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm",
 }
 
@@ -55,6 +57,15 @@ def test_every_family_is_declared():
         ("<seed:think><seed:tool_call><function=f><parameter=a></seed:tool_call>{{ tools }}", "seed_oss"),
         ("<minimax:tool_call><invoke name=</minimax:tool_call>{{ tools }}", "unknown"),
         ("<tool_call>{{ name }}<arg_key></arg_key></tool_call>{{ arguments }}{{ tools }}", "unknown"),
+        ("<tool_call>{{ n }}<arg_key></arg_key><arg_value></arg_value></tool_call>{{ tools }}", "glm4_moe"),
+        ('<minimax:tool_call><invoke name=""><parameter name=""></minimax:tool_call>{{ tools }}', "minimax_m2"),
+        ('<{{ dsml }}function_calls><{{ dsml }}invoke name="f"><{{ dsml }}parameter name="a">｜DSML｜', "deepseek_v32"),
+        ('<{{ dsml }}tool_calls><{{ dsml }}invoke name="f"><{{ dsml }}parameter name="a">｜DSML｜', "deepseek_v4"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|><|tool_call_end|>", "kimi_k2"),
+        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS][TOOL_RESULTS]", "mistral"),
+        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS][TOOL_RESULTS][THINK][/THINK]", "magistral"),
+        ("<functions>{{ tools }}</functions><function_calls></function_calls>", "olmo3"),
+        ("Write [func_name1(params_name1=params_value1), func_name2(params)]: {{ tools }}", "pythonic"),
         ("<tool_call>{{ arguments }}</tool_call>{{ tools }}", "qwen"),
         # As Apriel 1.5's and MiniMax M3's, which have the marks of Qwen's besides.
         ("in <tool_call></tool_call> tags: <tool_calls>[{{ arguments }}]</tool_calls>{{ tools }}", "unknown"),

@@ -101,7 +101,7 @@ def marked(words, markers):
 
 BYTES = tokenizer.byte_level()
 GRAMMARS = Grammars(BYTES, len(BYTES))
-CALLING = [style for style in parsers.NAMES if parsers.STYLES[style].calls]
+CALLING = answer_grammar.FORCED
 TEMPLATES = [("deepseek", "```json"), *((style, "") for style in CALLING)]
 
 
@@ -109,7 +109,7 @@ TEMPLATES = [("deepseek", "```json"), *((style, "") for style in CALLING)]
 @pytest.mark.parametrize("style, template", TEMPLATES)
 @pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
 def test_forced_calls_are_read_by_the_parser(style, template, markers):
-    names = ("add", "find it" if style not in ("qwen3_coder", "seed_oss", "gpt_oss") else "find")
+    names = ("add", "find it" if style not in ("qwen3_coder", "seed_oss", "gpt_oss", "kimi_k2") else "find")
     SCHEMAS["find"] = FIND
     tokens, ids = marked(parsers.STYLES[style].markers, markers)
     count, single = set(), set()
@@ -135,17 +135,17 @@ def test_a_tool_without_parameters_takes_any_object():
     assert isinstance(json.loads(answer.tool_calls[0].arguments), dict)
 
 
-@pytest.mark.parametrize("style", ["qwen", "gemma4"])
+@pytest.mark.parametrize("style", ["qwen", "gemma4", "magistral"])
 @pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
 def test_reasoning_comes_before_a_document(markers, style):
     think, thought = parsers.STYLES[style].think
-    tokens, ids = marked(parsers.STYLES[style].markers & {"<think>", thought, "<|channel>"}, markers)
+    tokens, ids = marked(parsers.STYLES[style].markers & {parsers.token(think), thought}, markers)
     for reasoning in ("may", "open", ""):
         held, begun = grammar(DOCUMENT, reasoning=reasoning, tokens=ids, style=style), set()
         matcher = Grammars(tokens, len(tokens)).start(held)
         allowed = lambda m: set(np.flatnonzero(np.unpackbits(m.mask_M.view(np.uint8), bitorder="little")).tolist())
         start = {tokens.decode([id]) for id in allowed(matcher)}
-        opening = think[: think.index(">") + 1] if ids else "<"
+        opening = parsers.token(think) if ids else think[0]
         begun = {"may": {"{", opening}, "": {"{"}}.get(reasoning, start)
         assert start == begun and (reasoning != "open" or len(allowed(matcher)) > 150)
         text = {"may": think, "open": "", "": ""}[reasoning] + (f"a<b\n{thought}\n\n" if reasoning else "")
@@ -176,6 +176,13 @@ def test_nothing_is_forced_in_an_unknown_format():
     with pytest.raises(Refused, match="the format of this model's answers is not known; name it with --style, plain"):
         grammar(DOCUMENT, style="unknown")
     assert grammar(style="unknown") is None
+
+
+@pytest.mark.parametrize("style", sorted({*parsers.NAMES} - {*answer_grammar.FORCED, "plain"}))
+def test_calls_of_other_formats_are_not_forced(style):
+    with pytest.raises(Refused, match=f"tools: calls can be forced in the formats qwen, .*, got '{style}'"):
+        grammar(names=("add",), forced=("add",), style=style)
+    assert grammar(names=("add",), style=style) is None and grammar(DOCUMENT, style=style)
 
 
 def test_a_document_or_calls():

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Name = Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek", "gpt_oss", "seed_oss", "gemma4", "plain"]
+Name = Literal[
+    "qwen", "qwen3_coder", "hermes", "llama", "pythonic", "deepseek", "deepseek_v32", "deepseek_v4", "gpt_oss",
+    "seed_oss", "gemma4", "glm4_moe", "kimi_k2", "minimax_m2", "mistral", "magistral", "lfm2", "olmo3", "plain",
+]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(Name)
 UNKNOWN = "unknown"
 TOOLS = re.compile(r"\btools\b|\btool_calls\b")  # in a template that shows them
@@ -36,30 +39,42 @@ MARKS: Mapping[str, Marks] = {  # "hermes" is another name of "qwen"
     "gpt_oss": Marks(("<|start|>", "<|channel|>", "<|message|>", "<|end|>")),
     "seed_oss": Marks(("<seed:tool_call>", "</seed:tool_call>", "<function=", "<parameter=", "<seed:think>")),
     "gemma4": Marks(("<|turn>", "<|channel>", "<channel|>", "<|tool_call>")),
+    "pythonic": Marks(("[func_name1(params_name1=params_value1",)),
+    "deepseek_v32": Marks(("｜DSML｜", "function_calls>", "invoke name=", "parameter name="), ("tool_calls>",)),
+    "deepseek_v4": Marks(("｜DSML｜", "tool_calls>", "invoke name=", "parameter name="), ("function_calls>",)),
+    "glm4_moe": Marks(("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
+    "kimi_k2": Marks(
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    ),
+    "minimax_m2": Marks(("<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", "<parameter name=")),
+    "mistral": Marks(("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"), ("[THINK]",)),
+    "magistral": Marks(("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[THINK]", "[/THINK]")),
+    "lfm2": Marks(("<|tool_call_start|>", "<|tool_call_end|>")),
+    "olmo3": Marks(("<function_calls>", "</function_calls>", "<functions>"), ("<invoke",)),
 }
 
 # model_type -> formats of the family's own checkpoints, oldest first; () = of none that is declared, or not verified.
 # "plain" has no calls. A checkpoint's chat template decides, this table only between formats that it fits equally.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "deepseek_v2": (),
-    "deepseek_v3": ("deepseek",),
+    "deepseek_v3": ("deepseek",),  # V3, R1, V3.1; V3.2 is another model_type
     "gemma2": ("plain",),
     "gemma3_text": ("plain",),
-    "gemma4_text": ("gemma4",),  # whose calls, <|tool_call>call:name{...}<tool_call|>, are not read
+    "gemma4_text": ("gemma4",),
     "glm4": (),  # a name and JSON in lines of their own
-    "glm4_moe": (),  # <tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>
+    "glm4_moe": ("glm4_moe",),
     "gpt_oss": ("gpt_oss",),
     "granite": (),
-    "kimi_k2": (),  # <|tool_calls_section_begin|>
+    "kimi_k2": ("kimi_k2",),
     "llama": ("plain", "llama"),  # 3, 3.1
-    "llama4_text": (),  # JSON or Python
-    "minimax_m2": (),  # <minimax:tool_call>
-    "ministral3": (),  # [TOOL_CALLS]
-    "mistral": (),  # [TOOL_CALLS]
+    "llama4_text": ("pythonic",),  # or JSON behind <|python_start|>, as some of its templates have
+    "minimax_m2": ("minimax_m2",),
+    "ministral3": ("mistral", "magistral"),
+    "mistral": ("mistral", "magistral"),
     "mixtral": (),
     "nemotron_h": ("qwen3_coder",),
     "olmo2": (),
-    "olmo3": (),  # <function_calls>, as Python
+    "olmo3": ("olmo3",),
     "phi3": ("plain",),  # Phi-4-mini has calls
     "qwen2": ("qwen",),
     "qwen2_moe": (),

@@ -238,7 +238,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options
     """
     if not tokenizer.chat_template:
         raise ValueError("messages: the tokenizer has no chat template; send a prompt of tokens, or take a chat model")
-    return _rendered(tokenizer, messages, tools, options, ask=ask)
+    return _rendered(tokenizer, identified(tokenizer, messages), tools, options, ask=ask)
 
 
 def marked(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping) -> tuple[str, list] | None:
@@ -248,6 +248,7 @@ def marked(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options
     if not GENERATION.search(chosen):
         return None
     signed = GENERATION.sub(_signed, chosen)
+    messages = identified(tokenizer, messages)
     pieces = _rendered(tokenizer, messages, tools, options, ask=False, chat_template=signed).split(SIGN)
     starts = [0, *itertools.accumulate(map(len, pieces))]
     spans: list[tuple[int, int]] = []
@@ -292,6 +293,43 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence, opti
     if written is not None:  # a template without tools
         return written
     raise ValueError(f"messages: the chat template refuses them ({' '.join(str(problem).split())})") from problem
+
+
+def identified(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages, the ids of their calls as the template needs them: `functions.NAME:NUMBER` where it writes ids in
+    place of names (Kimi K2), nine letters and digits where it refuses others (Mistral). Ids of this form stay."""
+    called = any(message.get("tool_calls") for message in messages)
+    form = _form_of_ids(tokenizer, str(tokenizer.chat_template)) if called else ""
+    if not form:
+        return messages
+    made, now, count = [], {}, 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            id, name = call.get("id"), call["function"]["name"]
+            fits = rf"(functions\.)?{re.escape(name)}:\d+" if form == "named" else r"[a-zA-Z0-9]{9}"
+            if not re.fullmatch(fits, str(id)):
+                now[id] = f"functions.{name}:{count}" if form == "named" else f"{count:09}"
+            calls.append({**call, "id": now.get(id, id)})
+            count += 1
+        answered = message.get("tool_call_id")
+        made.append(
+            {**message, **({"tool_calls": calls} if calls else {})}
+            | ({"tool_call_id": now[answered]} if answered in now else {})
+        )
+    return made
+
+
+@functools.lru_cache(maxsize=32)  # once per template
+def _form_of_ids(tokenizer: Any, chat_template: str) -> str:
+    long, short = "call_0123456789abcdef0", "call00000"
+    texts = {}
+    for id in (long, short):
+        with contextlib.suppress(ValueError):
+            texts[id] = _rendered(tokenizer, _calling(id), TOOLS, {}, ask=False)
+    if long in texts:
+        return "named" if CALLED not in texts[long] and long in texts[long] else ""
+    return "short" if CALLED in texts.get(short, "") else ""
 
 
 def takes_texts(tokenizer: Any) -> bool:
@@ -399,13 +437,18 @@ def _shows_calls(tokenizer: Any, chat_template: str, tools: bool) -> bool:
 
 def _called(tokenizer: Any, tools: Sequence = TOOLS) -> list[str]:
     """Conversations that end with a call of CALLED, and with two; without those that the template refuses."""
-    call = {"id": "call00000", "type": "function", "function": {"name": CALLED, "arguments": {"areax": "areax"}}}
     texts = []
-    for calls in ([call], [call, {**call, "id": "call00001"}]):
-        said: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+    for ids in (("call00000",), ("call00000", "call00001")):
         with contextlib.suppress(ValueError):  # it has no calls, or not two
-            texts.append(render(tokenizer, [ASKED, said], tools, {}, ask=False))
+            texts.append(render(tokenizer, _calling(*ids), tools, {}, ask=False))
     return texts
+
+
+def _calling(*ids: str) -> list[Message]:
+    """A conversation that ends with a call of CALLED for each id."""
+    function = {"name": CALLED, "arguments": {"areax": "areax"}}
+    calls = [{"id": id, "type": "function", "function": function} for id in ids]
+    return [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 @functools.lru_cache(maxsize=32)  # once per tokenizer, not per row

@@ -26,7 +26,7 @@ from areax.rollout.servers.types import Probe
 from areax.rollout.weights import tensors
 
 PYTHON = os.environ.get("AREAX_SGLANG_PYTHON")
-collect_ignore = [] if PYTHON else ["test_families.py", "test_images.py", "test_real.py"]
+collect_ignore = [] if PYTHON else ["test_families.py", "test_images.py", "test_parsers.py", "test_real.py"]
 PROMPT = [5, 17, 42, 100, 61]
 RANK = 4
 ADAPTERS = (

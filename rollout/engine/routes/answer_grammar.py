@@ -7,13 +7,15 @@ In Lark, as llguidance reads it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...chat import json_types
+from ...chat.calls import DEEPSEEK, FUNCTIONS, KIMI
 from ...chat.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from ...chat.fields import Refused, rule
-from ...chat.parsers import DEEPSEEK, FUNCTIONS, STYLES, UNKNOWN
+from ...chat.parsers import STYLES, UNKNOWN, token
 from ..grammar import formatted, literal, pieces
 from ..request import Grammar
 
@@ -23,6 +25,7 @@ UNFORCED = (
     "are plain text"
 )
 NEWLINE = literal("\n")
+FORCED = "qwen", "qwen3_coder", "hermes", "llama", "deepseek", "gpt_oss", "seed_oss", "kimi_k2"  # formats of calls
 UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # of strings that are not written as JSON
 
 
@@ -49,7 +52,7 @@ def of(
       reasoning: "" = none, "may" = the answer may begin with it, "open" = the prompt has begun it.
 
     Raises:
-      Refused: a tool's parameters cannot be forced in this style.
+      Refused: calls, or a tool's parameters, cannot be forced in this style.
     """
     if not (document or forced):
         return None
@@ -62,9 +65,9 @@ def of(
     before, rules = {"": "", "may": "reasoning? ", "open": "rest "}[reasoning], []
     if reasoning:
         begin, end = STYLES[style].think
-        token = begin[: begin.index(">") + 1]
-        head = marker(token) + (f" {literal(begin.removeprefix(token))}" if begin != token else "")
-        rest = f"thought: /(.|\\n)*/ {marker(end)}" if end in tokens else _until("thought", end.replace("|", "\\|"))
+        first, after = token(begin), begin.removeprefix(token(begin))
+        head = marker(first) + (f" {literal(after)}" if after else "")
+        rest = f"thought: /(.|\\n)*/ {marker(end)}" if end in tokens else _until("thought", re.escape(end))
         rules += [f"reasoning: {head} rest", "rest: thought /\\n{0,2}/", rest]
     functions = [tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced]
     if STYLES[style].channels:
@@ -96,10 +99,11 @@ def _calls(
     functions: Sequence[Mapping[str, Any]], style: str, chat_template: str, marker: Marker, one_call: bool
 ) -> Iterator[str]:
     """The rules of `calls`."""
+    rule(style in FORCED, "tools", f"calls can be forced in the formats {', '.join(FORCED)}", style)
     mark, names = STYLES[style], [f"call_{i}" for i in range(len(functions))]
-    one, between = f"({' | '.join(names)})", {"llama": "; "}.get(style, "\n")
-    several = one if one_call or style == "gpt_oss" else f"{one} ({literal(between)} {one})*"
-    if style == "deepseek":
+    one, between = f"({' | '.join(names)})", {"llama": "; ", "kimi_k2": ""}.get(style, "\n")
+    several = one if one_call or style == "gpt_oss" else f"{one} ({literal(between) if between else ''} {one})*"
+    if style in ("deepseek", "kimi_k2"):
         yield f"calls: {marker(mark.open)} {several} {marker(mark.close)}"
     else:
         yield f"calls: {several}"
@@ -127,6 +131,13 @@ def _calls(
             if "```json" in chat_template:  # V3 and R1
                 head, tail = literal(f"{function['name']}\n```json\n"), literal("\n```")
                 called = f"{begin} {literal('function')} {separated} {head} {value} {tail} {end}"
+        elif style == "kimi_k2":
+            begin, separated, end = map(marker, KIMI)
+            rule(
+                _plain(function["name"]), "tools", f"names must have no space, < or > for the format {style}", function
+            )
+            head = literal(f"{FUNCTIONS}{function['name']}:")
+            called = f"{begin} {head} /[0-9]/ {separated} {value} {end}"
         else:
             key = "parameters" if style == "llama" else "arguments"
             head = f'{{"name": {literal(function["name"])}, "{key}": '
