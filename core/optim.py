@@ -13,7 +13,7 @@ from . import matrixwise, moments, param
 
 Kind = Literal["matrix", "embedding", "norm", "bias"]
 Schedule = Literal["constant", "cosine", "linear"]
-VISION = "vision."  # what the paths of a vision tower's weights begin with
+VISION, MTP = "vision.", "mtp."  # what paths begin with, of a tower's weights and of the layer that drafts
 USES = {  # optimiser-specific fields
     "adamw": ("b1", "b2", "eps", "state"),
     "muon": ("momentum", "b1", "b2", "eps", "state"),
@@ -41,6 +41,7 @@ class Optimizer:
       name: update rule.
       lr: peak learning rate.
       vision_lr: peak learning rate of a vision tower in training, with the same schedule; 0 = `lr`.
+      mtp_lr: likewise of the layer for multi-token prediction in training; 0 = `lr`.
       schedule: learning rate after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
       steps: length of the schedule in optimiser steps, including the warm-up; 0 = in a recipe the whole run.
@@ -51,7 +52,8 @@ class Optimizer:
       momentum: momentum of muon and sgd; 0 = sgd without momentum.
       weight_decay: each step subtracts lr * weight_decay * weight.
       decay: kinds of weights that are decayed; "embedding" includes the output head, "norm" is any vector but a bias.
-      clip: maximum global gradient norm (max_grad_norm in TRL); 0 = no clipping.
+      clip: maximum global gradient norm (max_grad_norm in TRL); 0 = no clipping. A layer for multi-token prediction in
+        training is clipped by a norm of its own, so that its gradient does not shrink the model's.
       ema: decay per step of an exponential moving average of the weights, initialised with the first ones; 0 = none.
         `averaged` reads it.
       state: dtype of the moments of matrices: float8 is 8 bits with a scale per 128 entries (`core.moments`), a quarter
@@ -70,6 +72,7 @@ class Optimizer:
     name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = "adamw"
     lr: float = 1e-6
     vision_lr: float = 0.0
+    mtp_lr: float = 0.0
     schedule: Schedule = "constant"
     warmup: int = 0
     steps: int = 0
@@ -100,16 +103,17 @@ class Optimizer:
             raise ValueError(
                 f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose from these"
             )
-        for name in ("lr", "vision_lr", "weight_decay", "clip", "floor", "eps", "warmup", "steps"):
+        for name in ("lr", "vision_lr", "mtp_lr", "weight_decay", "clip", "floor", "eps", "warmup", "steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"Optimizer: {name} must be at least 0 and finite, got {getattr(self, name)}")
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"Optimizer: {name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if self.vision_lr and not self.lr:
-            raise ValueError(
-                f"Optimizer: lr must be above 0 beside a vision_lr, whose schedule is the same, got {self.lr}"
-            )
+        for name in ("vision_lr", "mtp_lr"):
+            if getattr(self, name) and not self.lr:
+                raise ValueError(
+                    f"Optimizer: lr must be above 0 beside a {name}, whose schedule is the same, got {self.lr}"
+                )
         if self.floor and self.schedule == "constant":
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:
@@ -192,7 +196,7 @@ def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransfo
     if spec.state != "float32":
         direction = moments.kept(direction, spec.state, table)
     chain = optax.chain(
-        optax.clip_by_global_norm(spec.clip) if spec.clip else optax.identity(),
+        _clip(spec.clip, table),
         direction,
         optax.add_decayed_weights(spec.weight_decay, mask=decayed),
         _learning_rate(spec, table),
@@ -242,20 +246,32 @@ def _trained(chain: optax.GradientTransformation, table: param.Table) -> optax.G
     return optax.partition({"train": chain, "freeze": optax.set_to_zero()}, labels)
 
 
+def _clip(most: float, table: param.Table) -> optax.GradientTransformation:
+    """Clips by the global norm, weights of the layer for multi-token prediction by their own; 0 = no clipping."""
+    clip = optax.clip_by_global_norm(most) if most else optax.identity()
+    if not most or "mtp" not in table.inner:
+        return clip
+    label = lambda leaf: "mtp" if leaf.path.startswith(MTP) else "model"
+    return optax.partition({"model": clip, "mtp": clip}, param.tree_map(label, table))
+
+
 def _learning_rate(spec: Optimizer, table: param.Table) -> optax.GradientTransformation:
-    """Multiplies by minus the learning rate, a vision tower's by its own; the state is the same."""
+    """Multiplies by minus the learning rate, parts of the model by their own; the state is the same."""
     rate = optax.scale_by_learning_rate(schedule(spec))
-    if not spec.vision_lr:
+    own = {start: lr / spec.lr for start, lr in ((VISION, spec.vision_lr), (MTP, spec.mtp_lr)) if lr}
+    if not own:
         return rate
-    tower = param.tree_map(lambda leaf: leaf.path.startswith(VISION), table)
+    factor = lambda leaf: next((by for start, by in own.items() if leaf.path.startswith(start)), None)
+    factors = [factor(leaf) for leaf in param.leaf_list(table)]
     left_out = lambda x: isinstance(x, optax.MaskedNode)
 
-    def scaled(update, own: bool):
-        return update * (spec.vision_lr / spec.lr) if own and not left_out(update) else update
+    def scaled(update, by: float | None):
+        return update if by is None or left_out(update) else update * by
 
     def update(updates, state, params=None):
         updates, state = rate.update(updates, state, params)
-        return jax.tree.map(scaled, updates, tower, is_leaf=left_out), state
+        flat, tree = jax.tree.flatten(updates, is_leaf=left_out)
+        return jax.tree.unflatten(tree, [scaled(x, by) for x, by in zip(flat, factors, strict=True)]), state
 
     return optax.GradientTransformation(rate.init, update)
 

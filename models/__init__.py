@@ -4,10 +4,11 @@ import dataclasses
 
 from ..core import param
 from ..parallel import rules
-from . import config_json, vision, wrappers
+from . import config_json, mtp, vision, wrappers
 from .families import FAMILIES
 from .layer import trie_alignment, trie_lengths
 from .layers.score_head import ScoreHead
+from .mtp import with_mtp
 from .transformer import Run, Scores, backbone, classify, default_dtype, forward, head, score, score_centred, value
 from .vision import with_vision
 from .wrappers import text_only
@@ -39,6 +40,8 @@ def table(config):
     made = wrappers.with_rest(FAMILIES[config.family].table(config), config)
     if config.vision:
         made = dataclasses.replace(made, inner={"vision": vision.table(config.vision, wrappers.of_module(config))})
+    if config.mtp:
+        made = dataclasses.replace(made, inner={**made.inner, "mtp": mtp.table(config)})
     param.check_parts(made)
     return made
 
@@ -51,5 +54,5 @@ def explain(config, mesh, dtype="float32") -> str:
 __all__ = [
     "FAMILIES", "Run", "ScoreHead", "Scores", "backbone", "classify", "config_from_hf", "config_to_hf",
     "default_dtype", "explain", "forward", "head", "score", "score_centred", "table", "text_only", "trie_alignment",
-    "trie_lengths", "value", "vision", "with_vision",
+    "trie_lengths", "value", "vision", "with_mtp", "with_vision",
 ]  # fmt: skip

@@ -53,6 +53,7 @@ class Config:
       rest: tensors of the checkpoint that the model does not use, which exports get from it; None = there are none, or
         no checkpoint was read.
       vision: the vision tower, whose weights are `params["vision"]` (`vision.with_vision`); None = text alone.
+      mtp: the layer for multi-token prediction is part of the model, `params["mtp"]` (`mtp.with_mtp`).
     """
 
     family: str
@@ -84,6 +85,7 @@ class Config:
     source: str = "{}"
     rest: Rest | None = field(default=None, compare=False)
     vision: Tower | None = None
+    mtp: bool = False
 
     @property
     def rope(self) -> rotary.Rope:

@@ -7,13 +7,14 @@ import numpy as np
 from ..core import teacher_rows
 from ..core.batch import Batch
 from ..core.distill import Distill
+from ..core.mtp import Trunk
 from . import transformer
 from .transformer import Run, Scores
 
 
 def score(
     params, batch: Batch, *teacher, objective: Distill, config, teacher_config=None, run: Run, temperature=1.0,
-    common_2K=None,
+    common_2K=None, drafts: Trunk | None = None,
 ) -> Scores:  # fmt: skip
     """`models.score` of the student at learnt tokens; `extra` holds the divergence for `objective.loss`.
 
@@ -31,6 +32,7 @@ def score(
       temperature: positive scalar, for `logp_BT` and `entropy_BT`; the divergence uses `objective.temperature`.
       common_2K: ids (numpy) of the tokens that student and teacher have in common, for a batch with spans of two
         tokenizers.
+      drafts: as in `models.score`.
 
     Raises:
       ValueError: the teacher's vocabulary is smaller, or there is neither a local teacher nor its log-probabilities; or
@@ -67,5 +69,5 @@ def score(
     return transformer.score(
         params, batch, config=config, run=run, temperature=temperature, learnt_only=True,
         per_chunk=per_token if temperature == 1 else per_chunk,
-        beside=beside, others=others,
+        beside=beside, others=others, drafts=drafts,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Forward passes of every family: hidden states, logits, scores and values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,11 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ..core import centering, quantised, teacher_rows
 from ..core import trie as tries
 from ..core.batch import Batch
+from ..core.mtp import Trunk
 from ..core.segments import at_last, segment_index
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, token_layout, vocab
-from . import remat, vision
+from . import mtp, remat, vision
 from .attention import backends
+from .attention import rows as attention_rows
 from .families import FAMILIES
 from .layer import AnyMixer, Attention, mixers, over_rows, rope_switches, trie_alignment, trie_lengths
 from .layers import grouped, moe, score_head
@@ -69,6 +71,8 @@ class Scores:
     Attributes:
       value_BT: output of the scalar head; None without one.
       label_BTY: scores of the labels of a head, of `classify` alone.
+      draft_logp_BT, draft_right_BT: log-probability by the layer for multi-token prediction, in nats, and whether the
+        token is its likeliest, 1 or 0; None unless `score` was asked for `drafts`.
       extra: what `per_chunk` returned, [B, T, ...].
       aux: layer statistics by name, summed over the batch's tokens and stacked over the layers that report them, stack
         by stack: those of `moe.statistics` with experts. They add up over microbatches.
@@ -81,6 +85,8 @@ class Scores:
     extra: Any = None
     aux: dict[str, Any] = field(default_factory=dict)
     label_BTY: Any = None
+    draft_logp_BT: Any = None
+    draft_right_BT: Any = None
 
 
 def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
@@ -130,15 +136,13 @@ def backbone(
     counted_BT = segment_BT > 0 if weight_BT is None else weight_BT
     shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
 
+    over = attention_rows.over(
+        segment_BT, index_BT, trie, backend=run.attention, query_chunk=run.query_chunk, method=run.cp, packing=packing
+    )
+
     def attend(pattern, found, q_BTNH, k_BTKH=None, v_BTKV=None, sinks_N=None, latent=None):
         k_BTKH, v_BTKV = found or (k_BTKH, v_BTKV)
-        how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
-        if trie is not None:
-            keys = k_BTKH, v_BTKV, trie.until_BT, index_BT, sinks_N
-            return context.tree_attention(partial(backends.tree, **how), q_BTNH, *keys, method=run.cp)
-        causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
-        rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
-        return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
+        return over(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N)
 
     def layer(stack, x_BTD, each):
         w, chosen_BTK, beside, tapped_BUD = each
@@ -287,7 +291,7 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
 
 def score(
     params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, learnt_only=False, per_chunk=None, beside=None,
-    others=(),
+    others=(), drafts: Trunk | None = None,
 ):  # fmt: skip
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
@@ -309,6 +313,7 @@ def score(
       others: pairs (params, config) of further models that read the same batch, or the rows that it has for them
         (`core.teacher_rows`); `per_chunk` gets their logits at temperature 1, without gradients. If their vocabulary is
         larger, only its first V entries, but all of those that read tokens of another tokenizer.
+      drafts: also scores drafts (`mtp.score`), through a trunk that is "detached" or "trained"; None = does not.
 
     Raises:
       ValueError: the batch is not one microbatch [B, T]; one of the others has a smaller vocabulary; or there are
@@ -338,14 +343,23 @@ def score(
     logp, entropy, lse, extra = jax.tree.map(layout.predictions, made)
     scalar = "score" in params and params["score"].shape[0] == 1
     value = layout.back(score_head.apply(params, hidden_BTD))[..., 0] if scalar else None
-    return Scores(logp, entropy, lse, value, extra, aux)
+    found = Scores(logp, entropy, lse, value, extra, aux)
+    if drafts is None:
+        return found
+    draft_logp, right = mtp.score(
+        params, hidden_BTD, batch, layout, head(params), partial(logits, config=config), config=config, run=run,
+        trunk=drafts,
+    )  # fmt: skip
+    return replace(found, draft_logp_BT=draft_logp, draft_right_BT=right)
 
 
-def score_centred(params, batch: Batch, *, config, run: Run, temperature=1.0) -> Scores:
+def score_centred(
+    params, batch: Batch, *, config, run: Run, temperature=1.0, drafts: Trunk | None = None
+) -> Scores:  # fmt: skip
     """`score` of learnt tokens for score centering: `extra` has the log-probabilities of `target["sampler_ids"]`."""
     return score(
         params, batch, config=config, run=run, temperature=temperature, learnt_only=True,
-        per_chunk=centering.logp_of, beside=batch.target[centering.IDS],
+        per_chunk=centering.logp_of, beside=batch.target[centering.IDS], drafts=drafts,
     )  # fmt: skip
 
 

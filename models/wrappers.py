@@ -17,6 +17,7 @@ from ..core.parts import Part
 IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
 # Families whose checkpoints have tensors "mtp.*"; others have layers behind the model's own (num_nextn_predict_layers).
 WITH_MTP = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+COPIES = "embed_tokens.", "shared_head.head."  # which such a layer has of the model's embeddings and head
 # What the whole states for the text model, too, before that itself, as transformers resolves them.
 SHARED = (
     "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "id2label", "label2id",
@@ -207,9 +208,7 @@ def with_rest(table: Table, config) -> Table:
     """A family's table for a checkpoint with this config: the head's key, and the keys that the model does not use."""
     source = json.loads(config.source)
     wrapper, top = of(source), dict(table.top)
-    more = text(source).get("num_nextn_predict_layers") or 0
-    rest = [f"{config.prefix}layers.{i}." for i in range(config.layers, config.layers + more)]
-    rest += ["mtp."] if config.family in WITH_MTP else []
+    rest = _predicting(config, text(source))
     if wrapper:
         others = () if config.vision else wrapper.others  # those with a tower that is implemented have no others
         rest += [f"{start}{other}" for other in others for start in ("", "model.")]
@@ -218,6 +217,17 @@ def with_rest(table: Table, config) -> Table:
         if wrapper.fused:
             table = with_fused_experts(table, transposed=True)
     return dataclasses.replace(table, top=top, unused=(*table.unused, *rest))
+
+
+def _predicting(config, hf: Mapping) -> list[str]:
+    """What the keys of layers that predict further tokens begin with, but those of `Config.mtp`, which is used."""
+    behind, apart = (hf.get(name) or 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    found = [f"{config.prefix}layers.{i}." for i in range(config.layers, config.layers + behind)]
+    if not config.mtp:
+        return [*found, *(["mtp."] if config.family in WITH_MTP else [])]
+    if config.family in WITH_MTP:
+        return [*found, *(f"mtp.layers.{i}." for i in range(1, apart))]
+    return [*(f"{found[0]}{name}" for name in COPIES), *found[1:]]
 
 
 def with_fused_experts(table: Table, transposed: bool = False) -> Table:

@@ -4,6 +4,8 @@ tries."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from ..core import trie as tries
 from ..core.batch import Batch
 from . import context, rules
@@ -24,6 +26,9 @@ class TokenLayout:
       predicting: hidden states to the places of what they predict.
       back: values at the places of tokens to the batch's tokens.
       predictions: values at the places of predictions to the batch's target arrays.
+      ahead: target arrays, so that `targets` puts a prediction where `predicting` moves what was computed at the place
+        of the prediction before it: drafts are made there. In rows each is one token earlier, in tries as it was.
+      behind: undoes `ahead` for what `predictions` returns.
     """
 
     inputs: Callable
@@ -32,6 +37,8 @@ class TokenLayout:
     predicting: Callable
     back: Callable
     predictions: Callable
+    ahead: Callable
+    behind: Callable
 
 
 def of(batch: Batch, method: context.Method) -> TokenLayout:
@@ -43,7 +50,9 @@ def of(batch: Batch, method: context.Method) -> TokenLayout:
     if batch.trie is None:
         into, back = context.arrange(method, batch.token_BT.shape[1])
         same = lambda x_BT, fill=0: into(x_BT)
-        return TokenLayout(same, same, lambda mask_BT: into(mask_BT) > 0, lambda x_BT: x_BT, back, back)
+        plain = lambda x_BT: x_BT
+        ahead, behind = (lambda x_BT, by=by: jnp.roll(x_BT, by, 1) for by in (-1, 1))
+        return TokenLayout(same, same, lambda mask_BT: into(mask_BT) > 0, plain, back, back, ahead=ahead, behind=behind)
     if method == "ring" and meshes.size("cp") > 1:
         raise ValueError(
             "tries over cp need the method gather or ulysses, got ring, whose order of positions suits rows"
@@ -56,4 +65,6 @@ def of(batch: Batch, method: context.Method) -> TokenLayout:
         predicting=between(tries.from_parents),
         back=between(tries.to_samples),
         predictions=between(tries.predictions_to_samples),
+        ahead=lambda x_BT: x_BT,
+        behind=lambda x_BT: x_BT,
     )

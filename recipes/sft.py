@@ -11,8 +11,9 @@ from typing import Any
 
 from areax import models
 from areax.adapters.data import chat_sft, images
-from areax.core import losses
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
+from areax.core import losses, mtp
+from areax.core.mtp import MTP
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, ranges, resume
 
 FIRST_OPTIONS = (
     "model", "data", "out", "heldout", "learn", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
@@ -29,10 +30,17 @@ class Config(offline_options.Options):
         and else end with the assistant's turn. A JSONL or Parquet file, a folder, or a data set on the hub.
       learn: turns of the assistant to train on: the "last", or "all" (by the chat template's generation blocks, or by
         what each turn adds if it has none).
+      mtp: trains the layer for multi-token prediction, with which engines draft.
     """
 
     out: str = "runs/sft"
     learn: chat_sft.Learn = "last"
+    mtp: MTP = MTP()
+
+    def __post_init__(self):
+        super().__post_init__()
+        for reason in ranges.drafting(self.mtp, self.optim, self.lora):
+            raise ValueError(reason)
 
 
 def main(config: Config, rows: Any = None) -> dict:
@@ -62,14 +70,15 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
         return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(
-        config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision
+        config.model, config.init, config.seed, mesh, learner.dtype(config.lora), config.vision, bool(config.mtp.coef)
     )
     common.say_added_ends(config.model, settings, tokens)
     run = learner.computed(config.run)
     score = functools.partial(models.score, config=settings, run=run, learnt_only=True)
+    drafting = functools.partial(score, drafts=config.mtp.trunk) if config.mtp.coef else score
     own = learner.make(
-        settings, params, score, losses.SFT(), config.optim, mesh, updates=config.steps, dtype=run.dtype,
-        balance=config.balance, adapters=config.lora, seed=config.seed,
+        settings, params, drafting, mtp.wrap(losses.SFT(), config.mtp), config.optim, mesh, updates=config.steps,
+        dtype=run.dtype, balance=config.balance, adapters=config.lora, plain=score, seed=config.seed,
     )  # fmt: skip
     return offline.fit(
         "sft", config, mesh, own, prompts, heldout, samples=samples, tokens=tokens, began=began, quiet=quiet,

@@ -298,18 +298,35 @@ def test_schedules():
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("part", ["vision", "mtp"])
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_a_vision_tower_has_a_learning_rate_of_its_own(name):
-    """Its steps are those of a model of its own; the text model's stay as they are."""
-    both = replace(TABLE, inner={"vision": replace(SMALL, top=SMALL.top | {"head": FROZEN.top["embed"]})})
+def test_a_part_has_a_learning_rate_of_its_own(name, part):
+    """Its steps are those of a model of its own; the others' stay as they are."""
+    both = replace(TABLE, inner={part: replace(SMALL, top=SMALL.top | {"head": FROZEN.top["embed"]})})
     weights, grads = draw(both, 0), [draw(both, seed) for seed in (1, 2, 3)]
-    got = run(optim.make_optimizer(spec(name, vision_lr=LR / 4), both), weights, grads)[0]
-    inside = lambda tree: tree["vision"]
-    text = lambda tree: {key: x for key, x in tree.items() if key != "vision"}
-    for part, table, lr in ((text, TABLE, LR), (inside, both.inner["vision"], LR / 4)):
-        alone = run(optim.make_optimizer(spec(name, lr=lr), table), part(weights), [part(g) for g in grads])[0]
-        for a, b in zip(jax.tree.leaves([part(x) for x in got]), jax.tree.leaves(alone), strict=True):
+    got = run(optim.make_optimizer(spec(name, **{f"{part}_lr": LR / 4}), both), weights, grads)[0]
+    inside = lambda tree: tree[part]
+    text = lambda tree: {key: x for key, x in tree.items() if key != part}
+    for of, table, lr in ((text, TABLE, LR), (inside, both.inner[part], LR / 4)):
+        alone = run(optim.make_optimizer(spec(name, lr=lr), table), of(weights), [of(g) for g in grads])[0]
+        for a, b in zip(jax.tree.leaves([of(x) for x in got]), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_layer_that_drafts_is_clipped_by_its_own_norm():
+    """However large its gradient is, the model's update is that without it."""
+    both = replace(TABLE, inner={"mtp": SMALL})
+    weights, grads = draw(both, 0), draw(both, 1)
+    large = {**grads, "mtp": jax.tree.map(lambda x: 1000 * x, grads["mtp"])}
+    options = optim.Optimizer("sgd", lr=1.0, momentum=0.0, clip=0.5)
+    got = run(optim.make_optimizer(options, both), weights, [large])[0][1]
+    change = jax.tree.map(lambda a, b: a - b, weights, got)
+    text = lambda tree: {key: x for key, x in tree.items() if key != "mtp"}
+    alone = run(optim.make_optimizer(options, TABLE), text(weights), [text(grads)])[0][1]
+    for a, b in zip(jax.tree.leaves(text(got)), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(optax.tree.norm(change["mtp"]), 0.5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -353,6 +370,7 @@ def test_the_average_follows_the_weights_after_each_update(name):
         (dict(name="adafactor", b1=0.0), "adafactor does not use b1, got 0.0"),
         (dict(decay=("matrix", "vector")), "decay must be among matrix, embedding, norm, bias, got 'vector'"),
         (dict(lr=0.0, vision_lr=1e-5), "lr must be above 0 beside a vision_lr, whose schedule is the same, got 0.0"),
+        (dict(lr=0.0, mtp_lr=1e-5), "lr must be above 0 beside a mtp_lr, whose schedule is the same, got 0.0"),
         (dict(ema=1.0), "ema must be at least 0 and below 1, got 1.0"),
     ],
 )

@@ -23,6 +23,7 @@ CASES = {
     "deepseek_v3": DECODED["deepseek_v3"] | {"num_nextn_predict_layers": 1},
     "glm4_moe": DECODED["glm4_moe"] | {"num_nextn_predict_layers": 1},
     "qwen3_next": DECODED["qwen3_next"],
+    "qwen3_5_text": DECODED["qwen3_5_text"],
 }
 APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
 

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ... import models
-from ...core import balance, centering, optim, packing, param, step, teacher_rows
+from ...core import balance, centering, mtp, optim, packing, param, step, teacher_rows
 from ...core.batch import Batch
 from ...core.distill import Distill, Taught
+from ...core.mtp import MTP
 from ...core.preference import RewardModel
 from ...core.process_reward import ProcessReward
 from ...core.trie import Trie
@@ -64,7 +65,7 @@ class Step:
       rows, length, microbatches, slots: B, T, M and J of the Batch [M, B, T].
       lora: adapters that train over frozen weights, which have the dtype of the checkpoint; rank 0 = all weights train.
       arrays: what the batch has beside the arrays of every batch.
-      balance: as in a recipe's Config.
+      balance, mtp: as in a recipe's Config.
       patches: of images, P, of each row, where the Config has a vision tower.
       flattened: A of a batch with tries, whose places are then T; 0 = rows without tries.
       teacher: Config of a local teacher whose distributions the step compares.
@@ -84,6 +85,7 @@ class Step:
     lora: lora.Lora = lora.Lora()
     arrays: tuple[Array, ...] = ()
     balance: balance.Balance = balance.Balance()
+    mtp: MTP = MTP()
     patches: int = 0
     flattened: int = 0
     teacher: Any = None
@@ -92,8 +94,8 @@ class Step:
 
     @property
     def whole(self):
-        """The objective with the terms of `balance`."""
-        return balance.wrap(self.objective, self.balance)
+        """The objective with the terms of `mtp` and `balance`."""
+        return balance.wrap(mtp.wrap(self.objective, self.mtp), self.balance)
 
     @property
     def distill(self) -> Distill | None:
@@ -116,12 +118,13 @@ class Step:
             return lambda params, batch: value(params, batch.without("routed_experts"))
         if isinstance(self.objective, ProcessReward):
             return functools.partial(models.classify, config=self.config, run=self.run)
+        drafts = self.mtp.trunk if self.mtp.coef else None
         if self.reported:
-            return functools.partial(models.score_centred, config=self.config, run=self.run)
+            return functools.partial(models.score_centred, config=self.config, run=self.run, drafts=drafts)
         if self.distill is None:
-            return functools.partial(models.score, config=self.config, run=self.run, learnt_only=True)
+            return functools.partial(models.score, config=self.config, run=self.run, learnt_only=True, drafts=drafts)
         return functools.partial(
-            teachers.score, objective=self.distill, config=self.config, run=self.run,
+            teachers.score, objective=self.distill, config=self.config, run=self.run, drafts=drafts,
             teacher_config=self.config if self.self_distillation else self.teacher,
         )  # fmt: skip
 
@@ -201,7 +204,7 @@ def reads(spec: Step) -> dict[str, int]:
         extra = jax.ShapeDtypeStruct((*one.shape, spec.reported), jnp.float32)
     labels = spec.config.score_head.labels if spec.config.score_head else 1
     label = jax.ShapeDtypeStruct((*one.shape, labels), jnp.float32)
-    out = models.Scores(one, one, one, one, extra, _sums(spec), label)
+    out = models.Scores(one, one, one, one, extra, _sums(spec), label, one, one)
     traced = jax.make_jaxpr(lambda batch, out: spec.whole.loss(out, batch))(batch, out)
     used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
     model, found = _of_model(spec) | {array.name for array in _images(spec)}, {}

@@ -14,6 +14,7 @@ from ... import models
 from ...core import losses, packing, param, teacher_rows
 from ...core.balance import Balance
 from ...core.distill import Taught
+from ...core.mtp import MTP
 from ...core.optim import Optimizer
 from ...core.process_reward import LABEL
 from ...models import layer, lora, mtp, paging, remat
@@ -75,6 +76,7 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, image_tokens: int =
       sample_tokens, image_tokens, rollout_chips: as `plan.Options`.
     """
     settings = _seeing(config, hf.read_config(hub.folder(config.model)))
+    settings = models.with_mtp(settings) if _mtp(config).coef else settings
     if config.length > settings.context:
         raise ValueError(
             f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
@@ -154,6 +156,10 @@ def _taught(config) -> bool:
     return isinstance(objective, losses.Distill) or bool(getattr(config, "distill_coef", 0) or scored)
 
 
+def _mtp(config) -> MTP:
+    return getattr(config, "mtp", MTP())
+
+
 def _optim(spec: Optimizer) -> Optimizer:
     """The optimiser with some valid schedule length: it does not change the state."""
     return replace(spec, steps=spec.steps or spec.warmup + 1)
@@ -191,7 +197,7 @@ def _steps(
         settings, objective, _optim(getattr(config, "optim", Optimizer())), run, config.mesh, config.rows,
         trie.length if trie else config.length, microbatches, slots=slots, flattened=trie.flattened if trie else 0,
         lora=getattr(config, "lora", lora.Lora()), arrays=tuple(_arrays(config, settings)),
-        balance=getattr(config, "balance", Balance()), patches=patches, teacher=teacher,
+        balance=getattr(config, "balance", Balance()), mtp=_mtp(config), patches=patches, teacher=teacher,
         self_distillation=getattr(config, "self_distillation", False),
     )  # fmt: skip
     if not getattr(_objective(config), "needs_values", False):
@@ -199,7 +205,7 @@ def _steps(
     if path := config.critic.model:
         settings = hf.read_config(hub.folder(path))
     critic = replace(
-        step, config=scored(settings), objective=config.critic.objective,
+        step, config=scored(replace(settings, mtp=False)), mtp=MTP(), objective=config.critic.objective,
         optim=_optim(config.critic.optim), lora=lora.Lora(), arrays=(), balance=Balance(), teacher=None,
         self_distillation=False, follows=step,
     )  # fmt: skip

@@ -114,11 +114,18 @@ def tokenizer_in(path: Path):
     return tokenizers.load(path) if any((path / name).is_file() for name in tokenizers.FILES) else None
 
 
+def with_parts(config, vision: bool, mtp: bool):
+    """The Config with its vision tower, and with its layer for multi-token prediction, if they are wanted."""
+    config = models.with_vision(config) if vision else config
+    return models.with_mtp(config) if mtp else config
+
+
 def loaded_config(
-    path: str | os.PathLike, init_missing: Sequence[str] = (), score_head: ScoreHead = SCALAR, vision: bool = False
-):
+    path: str | os.PathLike, init_missing: Sequence[str] = (), score_head: ScoreHead = SCALAR, vision: bool = False,
+    mtp: bool = False,
+):  # fmt: skip
     """The Config that `load` gives, which depends on the tensors that are there; weights are not read."""
-    config = models.with_vision(read_config(path)) if vision else read_config(path)
+    config = with_parts(read_config(path), vision, mtp)
     config, *_ = matched(config, safetensors.read(path), str(path), init_missing, score_head)
     return passed.loaded(config, path)
 

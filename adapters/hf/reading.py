@@ -13,12 +13,12 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import mtp
+from ...models import mtp as predicting
 from ...models.layers.score_head import ScoreHead
 from ...parallel import rules
 from .. import safetensors
 from ..runtime import passed
-from .config_files import float_dtype, read_config
+from .config_files import float_dtype, read_config, with_parts
 from .lazy import views
 from .manifests import compare_names, compare_tensor, read_manifest, verified
 from .matching import SCALAR, check_tensor, complaint, keyed, matched
@@ -30,7 +30,7 @@ PIECES, PIECE = 16, 4096  # how many pieces of a tensor are read of a larger one
 
 def load(
     path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = (), vision: bool = False,
-    score_head: ScoreHead = SCALAR,
+    score_head: ScoreHead = SCALAR, mtp: bool = False,
 ):  # fmt: skip
     """Loads (config, params) of a checkpoint of any family; missing and unexpected tensors are errors.
 
@@ -47,14 +47,15 @@ def load(
       score_head: the score head that is initialised if init_missing has "score" and the checkpoint has none.
       vision: also loads a wrapper's vision tower (`models.with_vision`), `params["vision"]`, so that the model reads
         images.
+      mtp: also loads the layer for multi-token prediction (`models.with_mtp`), `params["mtp"]`, to train it.
 
     Raises:
       ValueError: as `read_config` and `check`; an unknown dtype; a truncated checkpoint; missing, unexpected or
-        misshapen tensors, by name; as `models.with_vision`.
+        misshapen tensors, by name; as `models.with_vision` and `models.with_mtp`.
     """
     dtype = dtype and float_dtype("load", dtype)
     config, stored = read_config(path), safetensors.read(path)
-    config = models.with_vision(config) if vision else config
+    config = with_parts(config, vision, mtp)
     config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing, score_head)
     check(path, stored, skip=config.rest.names if config.rest else ())
     return passed.loaded(config, path), params
@@ -142,9 +143,9 @@ def mapped_mtp(path: str | os.PathLike, config, dtype="float32"):
     Raises:
       ValueError: some are missing or misshapen; names them.
     """
-    if not mtp.known(config):
+    if not predicting.known(config):
         return None
-    table, where = mtp.table(config), str(path)
+    table, where = predicting.table(config), str(path)
     tensors, keys = keyed(table, passed.opened(config, safetensors.read(path), where), config.prefix)
     names = [key for found in keys.values() for key in found]
     missing = [key for key in names if key not in tensors]

@@ -78,6 +78,14 @@ CHARTS = (
         "Negative log-likelihood of what the environment answered, nats per token. It should fall.", zero=True,
     ),
     Chart(
+        "Learning", "Draft loss", ("mtp_loss",),
+        "Cross entropy of drafts by multi-token prediction, nats per token. It should follow the policy.", zero=True,
+    ),
+    Chart(
+        "Learning", "Draft accuracy", ("mtp_accuracy",),
+        "Fraction of learnt tokens that are the likeliest by multi-token prediction.", y_range=(0, 1),
+    ),
+    Chart(
         "Learning", "Answer length", ("length", "length_max"),
         "Sampled tokens per answer: the mean and the maximum of the step.", zero=True,
     ),
@@ -406,6 +414,8 @@ METRICS = {
     "max_logp_diff": "largest |trainer - sampler| log-probability of a token of the current version, nats",
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
     "mismatch_k3_now": "the same only over tokens of the current version: only numerical differences",
+    "mtp_accuracy": "1 if a learnt token is the likeliest by multi-token prediction, else 0",
+    "mtp_loss": "cross entropy of a draft by multi-token prediction, nats",
     "nll": "negative log-likelihood of a target token, nats",
     "observation_nll": "negative log-likelihood of a token that the environment answered, nats",
     "other_clip_fraction": "fraction of tokens outside the clip range of the other options",

@@ -84,7 +84,7 @@ def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
 
 def pushed(job: Job) -> list[Leaf]:
     """The weights of a push: a frozen tower stays on servers."""
-    return [*job.leaves, *(job.tower if job.vision and job.vision.trained else ())]
+    return [*job.leaves, *job.predictor, *(job.tower if job.vision and job.vision.trained else ())]
 
 
 def push_figures(job: Job, itemsize: int) -> list[Figure]:

@@ -254,6 +254,11 @@ class Job:
         """Weights of the vision tower."""
         return [leaf for leaf in param.leaf_list(self.table) if leaf.path.startswith(optim.VISION)]
 
+    @functools.cached_property
+    def predictor(self) -> list[param.Leaf]:
+        """Weights of the layer for multi-token prediction, if it trains."""
+        return [leaf for leaf in param.leaf_list(self.table) if leaf.path.startswith(optim.MTP)]
+
     @property
     def leaves(self) -> list[param.Leaf]:
         """Weights of the text model."""
@@ -270,12 +275,12 @@ class Job:
             return []
         if self.adapters:
             return [leaf for stack in self.low for leaf in stack.values()]
-        return [*self.leaves, *(self.tower if self.vision and self.vision.trained else ())]
+        return [*self.leaves, *self.predictor, *(self.tower if self.vision and self.vision.trained else ())]
 
     @property
     def weights(self) -> list[param.Leaf]:
         """All weights, those of adapters and of a tower included."""
-        return [*self.leaves, *self.tower, *(self.trained if self.adapters else ())]
+        return [*self.leaves, *self.predictor, *self.tower, *(self.trained if self.adapters else ())]
 
     def bytes_of(self, leaf: param.Leaf) -> int:
         """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise, or it has its

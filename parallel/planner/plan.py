@@ -135,7 +135,7 @@ def work_figures(job: Job) -> list[Figure]:
     f = flops.flops(job)
     of = lambda name, value, kind, text: Figure("work", name, value, kind, text)
     return [
-        of("params", sum(map(entries, [*job.leaves, *job.tower])), "exact", "weights of the model"),
+        of("params", sum(map(entries, [*job.leaves, *job.predictor, *job.tower])), "exact", "weights of the model"),
         of("active_params", flops.active(job), "exact", "active weights per token"),
         of("tokens", job.tokens, "estimate", "per optimiser step, padding included"),
         *_tries_figures(job, of),

@@ -77,28 +77,31 @@ def open_mesh(layout: mesh.Layout, *, rows: int | str, length: int) -> jax.shard
 
 def open_model(
     path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32",
-    vision: Vision = "auto",
+    vision: Vision = "auto", mtp: bool = False,
 ):  # fmt: skip
     """(config, sharded weights) of a model, a directory or hub name, of which "random" needs only config.json.
 
     Args:
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
       vision: as `vision.decided` gives it; "auto" = without the vision tower, if the model has one.
+      mtp: with the layer for multi-token prediction.
 
     Raises:
-      ValueError: the model has no vision tower to load, or weights are random; or as `check_same`.
+      ValueError: the model has no vision tower to load, or weights are random; it has no layer for multi-token
+        prediction; or as `check_same`.
     """
     if init == "checkpoint":
         path = hub.folder(path, weights=True)
         check_weights(path)
         check_same(path)
         with terminal.loading(path, said(hf.read_config(path), vision)):
-            config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto")
+            config, params = hf.load(path, dtype=dtype, mesh=on, vision=vision != "auto", mtp=mtp)
         return with_tower(config, vision), params
     if vision != "auto":
         raise ValueError("--init random draws the text model alone, which reads no images; train from a checkpoint")
     check_same(hub.folder(path), weights=False)
     config = models.text_only(hf.read_config(hub.folder(path)))  # nothing draws a wrapper's other parts
+    config = models.with_mtp(config) if mtp else config
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
 

@@ -23,7 +23,10 @@ from areax.recipes.shared.rl_options import Training
 from areax.recipes.shared.trainer import Trainer, placed, prepared, train_on_batch, train_packed
 from areax.rollout.types import Sample
 
-RUN_S = "critic.model", "lora.", "reference-every", "reference-mix", "vision", "optim.offload", "critic.optim.offload"
+RUN_S = (
+    "critic.model", "lora.", "reference-every", "reference-mix", "vision", "mtp.", "optim.offload",
+    "critic.optim.offload",
+)  # fmt: skip
 METRICS = "ess", "clip_fraction", "kl", "effective_fraction"
 
 

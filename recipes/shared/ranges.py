@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from areax.core.balance import Balance
+from areax.core.mtp import MTP
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.rollout.processes import memory
@@ -76,6 +77,19 @@ def towers(vision: str, optim: Optimizer, lora: Lora) -> Iterator[str]:
         )
     if optim.vision_lr and vision != "trained":
         yield f"--optim.vision-lr {optim.vision_lr:g} is for a tower in training, --vision trained, got {vision}"
+
+
+def drafting(mtp: MTP, optim: Optimizer, lora: Lora) -> Iterator[str]:
+    """Why the layer for multi-token prediction cannot train, one sentence each."""
+    if mtp.coef and lora.rank:
+        yield (
+            f"--mtp.coef {mtp.coef:g} trains a whole layer, and --lora.rank {lora.rank} adapters of the others alone; "
+            "leave out one of them"
+        )
+    if mtp.coef and optim.offload:
+        yield f"--mtp.coef {mtp.coef:g} clips a layer by itself, which --optim.offload does not; leave out one of them"
+    if optim.mtp_lr and not mtp.coef:
+        yield f"--optim.mtp-lr {optim.mtp_lr:g} is for a layer in training, --mtp.coef above 0, got {mtp.coef:g}"
 
 
 def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:

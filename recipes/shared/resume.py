@@ -21,7 +21,7 @@ SHAPING = (
 )  # fmt: skip
 OPTIMISERS = "optim", "critic.optim"
 OPTIMISERS_SHAPING = "name", "state", "weights", "offload"
-PRESENCE = "ema", "momentum", "reference-every"  # by being 0 or not
+PRESENCE = "ema", "momentum", "reference-every", "mtp.coef"  # by being 0 or not
 ANEW = "steps", "servers", "stagers"  # may be others when a complete run is started again, as `areax launch` does
 
 
@@ -58,7 +58,7 @@ def _shapes(name: str, then: Any, now: Any, options: dict[str, Any]) -> bool:
         return _dtype_shapes(options)
     if last == "momentum" and options[f"{group}.name"] != "sgd":
         return False
-    if last in PRESENCE:
+    if last in PRESENCE or name in PRESENCE:
         return bool(then) != bool(now)
     return last in OPTIMISERS_SHAPING if group in OPTIMISERS else name in SHAPING
 

@@ -12,6 +12,7 @@ from areax.adapters.tracking import sinks
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.critic import Critic
+from areax.core.mtp import MTP
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
@@ -141,6 +142,7 @@ class Training:
       lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights.
       critic: for objectives that have one, such as PPO.
       balance: load balancing of mixture-of-experts models.
+      mtp: trains the layer for multi-token prediction, with which engines draft.
       teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
       teachers: instead of `teacher`, addresses of servers with teachers: `http://...`, or `name=http://...` if rows
         name theirs in "teacher". Their key is in AREAX_TEACHER_KEY.
@@ -168,6 +170,7 @@ class Training:
     lora: Lora = Lora()
     critic: CriticOptions = CriticOptions()
     balance: Balance = Balance()
+    mtp: MTP = MTP()
     teacher: str = ""
     teachers: tuple[str, ...] = ()
     teacher_tokenizer: str = ""
@@ -423,6 +426,9 @@ def _training_conflicts(config: Any) -> Iterator[str]:
     yield from ranges.moved_bias(training.balance, training.lora)
     yield from ranges.narrow_adapters(training.optim, training.lora)
     yield from ranges.towers(training.vision, training.optim, training.lora)
+    yield from ranges.drafting(training.mtp, training.optim, training.lora)
+    if training.critic.optim.mtp_lr:
+        yield f"--critic.optim.mtp-lr: critics draft nothing, got {training.critic.optim.mtp_lr:g}; leave it out"
     if training.offload_reference and (not training.objective.needs_reference or training.lora.rank):
         yield (
             "--offload-reference needs a reference with weights of its own, which --objective.kl.coef above 0 has and "

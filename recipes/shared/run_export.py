@@ -107,14 +107,16 @@ def _start(run: Path, options: Mapping[str, Any], kind: str | None, base: str | 
         )
     fresh = options.get("init") == "random"
     vision: Any = run_dir.option(options, "vision") or "auto"
+    drafts = bool(_given(options, "mtp").get("coef"))
     head = _head(kind, _given(options, "objective"))
     try:
         model = hub.folder(named, weights=not fresh)
         if fresh:
             config = models.text_only(hf.read_config(model))
+            config = models.with_mtp(config) if drafts else config
         else:
             new = hf.HEADS if head else ()
-            config = hf.loaded_config(model, new, head or score_head.SCALAR, vision != "auto")
+            config = hf.loaded_config(model, new, head or score_head.SCALAR, vision != "auto", drafts)
         tokens = common.open_tokenizer(named, run_dir.option(options, "chat_template_kwargs") or "")
     except ValueError as error:
         raise ValueError(

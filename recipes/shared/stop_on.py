@@ -11,6 +11,7 @@ from typing import Any
 
 from areax.adapters.tracking import metric_catalog, progress
 from areax.core import losses
+from areax.core.mtp import MTP
 from areax.recipes.shared import evaluation
 from areax.rollout import loop
 
@@ -19,6 +20,7 @@ LATE = 5  # steps after which a metric that none of them had is named
 RELATIONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 FORM = re.compile(r"\s*([^\s<>=]+)\s*([<>]=?)\s*([^\s@<>=]+)\s*(?:@\s*([0-9]+)\s*)?")
 
+DRAFTS = "mtp_loss", "mtp_accuracy"
 BALANCE = {"expert_load", "expert_idle", "balance_load", "balance_z"}
 UPDATE = {"loss", "grad_norm", "update_ratio", "skipped", "filled", "trie_ratio", *BALANCE}
 PAIRS = {"preference_accuracy", "reward_chosen", "reward_rejected", "left_out"}
@@ -44,6 +46,7 @@ NEEDS: tuple[tuple[Collection[str], str, Callable[[Any], Any]], ...] = (  # metr
     (("kl", "kl_k1", "kl_k3"), "--objective.kl.coef above 0", lambda c: c.training.objective.kl.coef),
     (("kl_coef",), "--objective.kl.target", lambda c: c.training.objective.kl.target),
     (("divergence", "unusable_teacher"), "--distill-coef above 0", lambda c: c.training.distill_coef),
+    (DRAFTS, "--mtp.coef above 0", lambda c: c.training.mtp.coef),
     (("max_logp_diff", "mismatch_k3_now"), "--objective.correction.proximal recompute",
      lambda c: c.training.objective.needs_scores),
     (("dual_clip_fraction",), "--objective.dual-clip", lambda c: c.training.objective.dual_clip),
@@ -151,6 +154,7 @@ def rl_conflicts(config: Any) -> Iterator[str]:
 def offline_conflicts(config: Any) -> Iterator[str]:
     """The same for the options of a recipe on given rows."""
     own = OWN.get(type(getattr(config, "objective", losses.SFT())), set()) | UPDATE
+    own |= {*DRAFTS} if getattr(config, "mtp", MTP()).coef else set()
     known, held = own | {"learnt_tokens"}, {f"heldout_{name}" for name in own - UPDATE | {"loss"}}
     lacks = {} if config.heldout else dict.fromkeys(held, "--heldout")
     yield from _unknown(config.stop_on, known | held - {*lacks}, lambda name: name.endswith("/share"), lacks)

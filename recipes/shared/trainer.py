@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.runtime import hub
-from areax.core import advantages, packing, signals, step, teacher_rows
+from areax.core import advantages, mtp, packing, signals, step, teacher_rows
 from areax.core.batch import Batch
 from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
@@ -93,7 +93,10 @@ def build(
       shuffle_rewards: see `rl_options.Rewards`.
     """
     mesh = common.open_mesh(options.mesh, rows=rows, length=options.length)
-    settings, params = common.open_model(model, init, seed, mesh, learner.dtype(options.lora), options.vision)
+    drafts = options.mtp.trunk if options.mtp.coef else None
+    settings, params = common.open_model(
+        model, init, seed, mesh, learner.dtype(options.lora), options.vision, drafts is not None
+    )
     run = learner.computed(options.run)
     score = functools.partial(models.score, config=settings, run=run, temperature=temperature, learnt_only=True)
     updates_per_batch = options.minibatches * options.epochs
@@ -109,9 +112,11 @@ def build(
         )
     teacher = _teacher(options.teacher, pair, settings, run, mesh, temperature) if options.teacher else None
     objective: Any = options.objective
-    policy_score = plain = score
+    policy_score, plain = functools.partial(score, drafts=drafts), score
     if options.objective.score_centering:
-        policy_score = functools.partial(models.score_centred, config=settings, run=run, temperature=temperature)
+        policy_score = functools.partial(
+            models.score_centred, config=settings, run=run, temperature=temperature, drafts=drafts
+        )
     if options.objective.needs_squares:
         plain = functools.partial(score, per_chunk=advantages.squares)
     frozen = (teacher.params,) if teacher and options.distill_coef else ()
@@ -120,12 +125,12 @@ def build(
         policy_score = functools.partial(
             frozen_models.score, objective=options.distill, config=settings,
             teacher_config=settings if options.self_distillation else teacher and teacher.settings, run=run,
-            temperature=temperature, common_2K=pair.common if pair else None,
+            temperature=temperature, common_2K=pair.common if pair else None, drafts=drafts,
         )  # fmt: skip
     policy = learner.make(
-        settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
-        dtype=run.dtype, balance=options.balance, adapters=options.lora, frozen=frozen,
-        plain=lambda params, batch, *_: plain(params, batch), seed=seed,
+        settings, params, policy_score, mtp.wrap(objective, options.mtp), options.optim, mesh,
+        updates=(steps - warmup) * updates_per_batch, dtype=run.dtype, balance=options.balance, adapters=options.lora,
+        frozen=frozen, plain=lambda params, batch, *_: plain(params, batch), seed=seed,
         average=options.average_teacher and options.distill_coef > 0,
     )  # fmt: skip
     reading = vision.reader(model, settings, run.dtype, mesh)
@@ -168,12 +173,13 @@ def _critic(
                 f"--critic.model {options.model}: needs the policy's vocabulary of {vocab}, got {settings.vocab}"
             )
     settings = score_head.settings(settings, option=f"--critic.model {options.model}" if options.model else "--model")
+    settings = replace(settings, mtp=False)
     shardings = rules.of_params(models.table(settings), mesh)
     shared = settings.vision is not None and not settings.vision.trained
     own = {
         name: x if name == "vision" and shared else jax.tree.map(_own, x)
         for name, x in params.items()
-        if name != "head"
+        if name not in ("head", "mtp")
     }
     if "score" not in own:
         own["score"] = jax.jit(lambda: jnp.zeros((1, settings.embed)), out_shardings=shardings["score"])()

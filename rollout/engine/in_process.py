@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ def serving(
 
 def _given(first: Callable[[], tuple[str, Weights]], dtype: str) -> tuple:
     label, weights = first()
-    return label, weights.config, weights.cast(dtype), weights.checksums()
+    return label, dataclasses.replace(weights.config, mtp=False), weights.cast(dtype), weights.checksums()
 
 
 class Inside:

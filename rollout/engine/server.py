@@ -230,7 +230,8 @@ def prepare(
     seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service. The folder `path` has the tokenizer, if any, the
-    layer for multi-token prediction, with which drafts are made, and the image processor of a vision tower.
+    layer for multi-token prediction, with which drafts are made, unless the weights have it, and the image processor of
+    a vision tower.
 
     Raises:
       ValueError: as `images.load`, `images.Processor.check` and `Engine`.
@@ -241,7 +242,7 @@ def prepare(
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
     options = _within(options, config)
-    if options.draft > 1 and (predictor := hf.mapped_mtp(path, config, dtype)):
+    if options.draft > 1 and "mtp" not in params and (predictor := hf.mapped_mtp(path, config, dtype)):
         params = {**params, "mtp": predictor}
     agreement.same("layer for multi-token prediction, and ends of answers", mtp="mtp" in params, ends=config.eos)
     processor = images.load(path) if config.vision else None
