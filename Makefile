@@ -19,6 +19,8 @@ sglang := .venv-sglang
 vllm := .venv-vllm
 peers := .venv-bench
 clients := .venv-clients
+tinker := .venv-tinker
+tinker_oldest := .venv-tinker-oldest
 environments := .venv-environments
 tasksets := .venv-tasksets
 sandboxes := .venv-sandboxes
@@ -77,7 +79,7 @@ $(dev): $(runtime)
 	@touch $@
 
 .PHONY: installs
-installs: $(dev) $(clients)/.done $(site)/.done ## install what most tests need; with `--jobs=2` in two thirds of the time
+installs: $(dev) $(clients)/.done $(tinker)/.done $(site)/.done ## install what most tests need; with `--jobs=2` in two thirds of the time
 
 .PHONY: demo
 demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, write a checkpoint and a report
@@ -193,7 +195,7 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-all
-test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-environments test-environments-more test-sglang test-vllm ## run all tests but learning and agents, hours on two cores
+test-all: test test-slow test-cases test-long test-mesh test-wide test-kernels test-docs test-wheel test-clients test-tinker test-tinker-oldest test-environments test-environments-more test-sglang test-vllm ## run all tests but learning and agents, hours on two cores
 
 .PHONY: examples
 examples: export XLA_FLAGS += $(fast)
@@ -321,6 +323,27 @@ test-clients: export AREAX_PYTHON := $(CURDIR)/$(py)
 test-clients: export AREAX_NPM := $(CURDIR)/$(clients)/npm
 test-clients: $(dev) $(clients)/.done ## test that clients in Python and JavaScript (needs npm) work with `areax serve` (installs them)
 	$(clients)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
+
+.PHONY: test-tinker
+test-tinker: export XLA_FLAGS += $(fast)
+test-tinker: export AREAX_PYTHON := $(CURDIR)/$(py)
+test-tinker: $(dev) $(tinker)/.done ## test that the client tinker works with `areax tinker`, also while that is killed (installs it)
+	$(tinker)/bin/python -m pytest -q -c tests/tinker/pytest.ini tests/tinker
+
+.PHONY: test-tinker-oldest
+test-tinker-oldest: export XLA_FLAGS += $(fast)
+test-tinker-oldest: export AREAX_PYTHON := $(CURDIR)/$(py)
+test-tinker-oldest: $(dev) $(tinker_oldest)/.done ## the same with the oldest client that sends all passes in protobuf
+	$(tinker_oldest)/bin/python -m pytest -q -c tests/tinker/pytest.ini tests/tinker
+
+$(tinker)/.done: tests/tinker/newest.txt
+$(tinker_oldest)/.done: tests/tinker/oldest.txt
+$(tinker)/.done $(tinker_oldest)/.done: | $(runtime)
+	@echo "installing $< into $(@D): a minute, once"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(py) $(purelib) > "$$($(@D)/bin/python $(purelib))/zz-borrowed.pth" # torch
+	@touch $@
 
 $(clients)/.done: $(addprefix tests/clients/,requirements.txt package.json package-lock.json .npmrc)
 	@{ command -v node && command -v npm; } > /dev/null || { echo "make: the tests of clients need Node.js 20 or newer" \

@@ -20,6 +20,7 @@ from ..core import origin
 from ..rollout.chat import formats
 from ..rollout.processes.printable import one_line, printable
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
+from ..service import options as service_options
 from .command_line import parse
 from .command_line.options import UNPREFIXED
 from .runtime import log_lines
@@ -184,6 +185,40 @@ def serve(
     server.serve(
         path, engine, host=host, port=port, dtype=dtype, api_key=key, style=style or "", reasoning=reasoning,
         loading=progress.reminding(f"loading {path}"), join=join,
+    )  # fmt: skip
+    return 0
+
+
+def tinker(
+    model: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    options: Annotated[service_options.Options, UNPREFIXED] = service_options.DEFAULTS,
+    engine: Annotated[EngineOptions, UNPREFIXED] = DEFAULTS,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+) -> int:
+    """Serve Tinker's training API: clients of it train adapters of one model, and sample from them (docs/tinker.md).
+
+    Args:
+      model: Hugging Face directory with weights and tokenizer, a model on the hub, or a GGUF file.
+      host: address to listen on; one that other machines can reach needs keys: AREAX_TINKER_KEYS, separated by spaces,
+        or AREAX_TINKER_KEYS_FILE, a file with them. Clients demand that keys begin with tml-.
+      port: 0 = any free port; the line printed when the server is ready begins with its URL.
+      dtype: dtype of the computation; auto = bfloat16 on accelerators, float32 on a CPU.
+    """
+    with _importing("tinker"):
+        from ..service import server
+    from ..rollout.processes import keys
+    from .runtime import blas, compile_cache, hub, malloc
+    from .tracking import progress
+
+    malloc.keep_memory()
+    blas.one_thread()
+    compile_cache.keep()
+    given = (keys.read(server.KEYS) or "").split()
+    server.serve(
+        hub.folder(model, weights=True), model, options, engine, host=host, port=port, keys=given, dtype=dtype,
+        loading=progress.reminding(f"loading {model}"),
     )  # fmt: skip
     return 0
 
@@ -481,7 +516,8 @@ def doctor() -> int:
 COMMANDS: dict[str, Callable] = {
     f.__name__: f
     for f in (
-        train, plan, simulate, demo, serve, convert, check, inspect, diff, eval, report, replay, new, launch, doctor,
+        train, plan, simulate, demo, serve, tinker, convert, check, inspect, diff, eval, report, replay, new, launch,
+        doctor,
     )
 }  # fmt: skip
 FORWARDING = (train, plan, simulate, demo, eval, replay, launch)  # commands that parse their options with a Config

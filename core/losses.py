@@ -89,8 +89,8 @@ class PerToken:
             return SFT().prepare(batch)
         return batch.replace(weight_BT=jnp.where(batch.mask_BT, batch.weight_BT, 0))
 
-    def loss(self, out, batch: Batch):
-        """(sum over the microbatch, metrics `token_loss` and `entropy`); gradients flow into `out.logp_BT`.
+    def of_tokens(self, out, batch: Batch):
+        """The function's value at each token, [B, T], 0 off the mask.
 
         Raises:
           ValueError: the function returns another shape.
@@ -100,7 +100,15 @@ class PerToken:
             raise ValueError(
                 f"PerToken: function must return a loss per token, {batch.mask_BT.shape}, got {jnp.shape(loss_BT)}"
             )
-        loss_BT = jnp.where(batch.mask_BT, loss_BT, 0)
+        return jnp.where(batch.mask_BT, loss_BT, 0)
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics `token_loss` and `entropy`); gradients flow into `out.logp_BT`.
+
+        Raises:
+          ValueError: as `of_tokens`.
+        """
+        loss_BT = self.of_tokens(out, batch)
         report = {
             "token_loss": metrics.of(loss_BT, batch.mask_BT),
             "entropy": metrics.of(out.entropy_BT, batch.mask_BT),

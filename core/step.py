@@ -1,7 +1,8 @@
 """The training step: gradient accumulation over equally shaped microbatches, then one optimiser update.
 
-`make_step` is both in one program. `make_accumulate` and `make_apply` are the two halves, for loops that decide between
-them: how many batches to add up, and with which learning rate.
+`make_step` is both in one program. `make_accumulate` (or `make_forward_backward`, a microbatch at a time) and
+`make_apply` are the two halves, for loops that decide between them: how many batches to add up, and with which learning
+rate.
 """
 
 import math
@@ -141,6 +142,26 @@ def make_accumulate(score: Callable, objective, shardings: State | None = None) 
 
     out = None if shardings is None else (Gradient(shardings.params, shardings.step), shardings.step)
     return _compiled(accumulate, donate_argnums=1, out_shardings=out)
+
+
+def make_forward_backward(score: Callable, objective, seen: Callable) -> Callable:
+    """Returns jitted `forward_backward(params, gradient, batch, *frozen) -> (gradient, loss, shown)` for one prepared
+    microbatch [B, T]: `make_accumulate`, with what `seen(out, batch)` takes of the scores that the gradient is of.
+
+    `gradient` is donated; None = none is computed, and None is returned.
+    """
+
+    def one(params, batch: Batch, *frozen):
+        out = score(params, batch, *frozen)
+        return objective.loss(out, batch)[0], jax.lax.stop_gradient(seen(out, batch))
+
+    def run(params, gradient: Gradient | None, batch: Batch, *frozen):
+        if gradient is None:
+            return None, *one(params, batch, *frozen)
+        (loss, shown), grad = jax.value_and_grad(one, has_aux=True)(params, batch, *frozen)
+        return _plus(gradient, Gradient(grad, loss), 0), loss, shown
+
+    return _compiled(run, donate_argnums=1)
 
 
 def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardings: State | None = None) -> Callable:

@@ -9,6 +9,7 @@ are set by `functools.partial`.
 import jax
 import jax.numpy as jnp
 
+from . import segments
 from .batch import Batch
 
 
@@ -27,6 +28,16 @@ def ppo(logp_BT, batch: Batch, *, low: float = 0.8, high: float = 1.2):
     """-min(r A, clip(r, low, high) A)."""
     adv_BT = _advantages(batch)
     ratio_BT = _ratio(logp_BT, adv_BT, batch)
+    return -jnp.minimum(ratio_BT * adv_BT, jnp.clip(ratio_BT, low, high) * adv_BT)
+
+
+def gspo(logp_BT, batch: Batch, *, low: float = 0.8, high: float = 1.2):
+    """ppo with the sequence's r, exp(mean of p - q over the tokens where "sequence_ratio_mask" is not 0), and with the
+    gradient of the token's own p (GSPO-token, arXiv:2507.18071)."""
+    adv_BT, J = _advantages(batch), batch.length_BJ.shape[-1]
+    mean_BT = segments.mean(logp_BT - batch.logp_BT, batch.target["sequence_ratio_mask"] != 0, batch.segment_BT, J)
+    own_BT = logp_BT - jax.lax.stop_gradient(logp_BT)  # 0, with the gradient of p
+    ratio_BT = jnp.exp(jnp.where(adv_BT != 0, jax.lax.stop_gradient(mean_BT) + own_BT, 0))
     return -jnp.minimum(ratio_BT * adv_BT, jnp.clip(ratio_BT, low, high) * adv_BT)
 
 

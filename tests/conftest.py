@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
-collect_ignore = ["clients", "environments"]  # `make test-clients` and `test-environments` have packages of their own
+collect_ignore = ["clients", "environments", "tinker"]  # their targets of make have packages of their own
 
 for name, value in {
     "JAX_PLATFORMS": "cpu",

@@ -9,8 +9,8 @@ import pytest
 
 RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
 PARTS = (
-    "installs lint test test-clients test-wheel test-kernels test-docs demo-real-short test-mesh test-slow demo "
-    "demo-holds test-cases test-sglang test-environments test-compilers"
+    "installs lint test test-clients test-tinker test-wheel test-kernels test-docs demo-real-short test-mesh test-slow "
+    "demo demo-holds test-cases test-sglang test-environments test-compilers"
 ).split()
 MAKE = """#!/usr/bin/env bash
 echo "making $1"

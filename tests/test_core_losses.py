@@ -130,6 +130,31 @@ def test_token_losses_are_their_formulas_summed_over_the_learnt_tokens(name, red
     np.testing.assert_allclose(metrics.numbers(report)["token_loss"], sum(values) / len(values), rtol=1e-4, atol=1e-6)
 
 
+def test_gspo_has_the_ratio_of_the_sequence_and_the_gradient_of_the_token():
+    """Values and gradients by a loop over sequences in float64."""
+    rng = np.random.default_rng(4)
+    rows = [
+        s.replace(arrays=s.arrays | {"sequence_ratio_mask": ("target", rng.integers(0, 2, len(s.tokens)))})
+        for s in with_arrays(samples())
+    ]
+    batch = packing.pack(rows, 32, rows=2)
+    spec = losses.PerToken(functools.partial(token_losses.gspo, low=0.9, high=1.1), reduce="sum")
+    now = scores_like(batch)
+    total = lambda x: spec.loss(types.SimpleNamespace(logp_BT=x, entropy_BT=-x), spec.prepare(batch))[0]
+    got, slope = jax.value_and_grad(total)(now.logp_BT)
+    want = 0.0
+    for p, dp, s in zip(*(packing.unpack(x, batch, rows) for x in (now.logp_BT, slope)), rows, strict=True):
+        inside = (np.asarray(s.arrays["sequence_ratio_mask"][1]) != 0) & (np.arange(len(p)) > 0)
+        gap = (np.where(s.mask, p, 0) - s.logp).astype(np.float64)
+        r = math.exp(gap[inside].mean()) if inside.any() else 1.0
+        for t in np.flatnonzero(s.mask):
+            A = float(s.arrays["advantages"][1][t])
+            gains = r * A, min(max(r, 0.9), 1.1) * A
+            want -= min(gains)
+            np.testing.assert_allclose(dp[t], -r * A if gains[0] < gains[1] or 0.9 < r < 1.1 else 0, atol=1e-4)
+    np.testing.assert_allclose(float(got), want, rtol=1e-5)
+
+
 def test_tokens_of_advantage_0_and_tokens_off_the_mask_have_no_gradient_whatever_their_ratio():
     rows = [s.replace(arrays={"advantages": ("target", 0 * s.logp)}, logp=s.logp - 1e4) for s in samples()]
     batch = packing.pack(rows, 32, rows=2)

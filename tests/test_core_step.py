@@ -187,6 +187,23 @@ def test_sums_add_up_over_calls():
     assert APPLY._cache_size() == compiled
 
 
+@pytest.mark.slow
+def test_forward_and_backward_of_a_microbatch_show_what_they_computed():
+    """The same sums as `make_accumulate`; without a gradient the same values, and none is computed."""
+    run = step.make_forward_backward(SCORE, SUM, lambda out, batch: out.logp_BT)
+    batch = SUM.prepare(packing.pack(rows(26)[:3], 40, rows=2))
+    one, params = jax.tree.map(lambda x: x[0], batch), fresh(optim.adamw(TABLE)).params
+    want, _ = ACCUMULATE[SUM](params, step.no_gradient(params), batch)
+    got, loss, logp_BT = run(params, step.no_gradient(params), one)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(jnp.abs(b).max()))
+    none, alone, again_BT = run(params, None, one)
+    assert none is None
+    np.testing.assert_allclose(alone, loss, rtol=1e-6)
+    np.testing.assert_allclose(again_BT, logp_BT, rtol=1e-5)
+    np.testing.assert_allclose(logp_BT, SCORE(params, one).logp_BT, rtol=1e-5)
+
+
 def test_float64_weights_have_float64_sums():
     """Over several microbatches, in the step and over calls; a cubic loss, whose gradient is known."""
     score = lambda params, batch: SimpleNamespace(aux={}, cube=params["w"] ** 3 * jnp.sum(batch.token_BT))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = "core|models|parallel|rollout|adapters|recipes|tests|benchmarks|docs|examples"
+FOLDERS = "core|models|parallel|rollout|adapters|service|recipes|tests|benchmarks|docs|examples"
 FILE = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/(?:(?:[\w-]+/)*[\w-]+\.(?:py|md|json|sh)\b|(?:[\w-]+/)+(?![\w.*<])))")
 ADDRESS = re.compile(r"\bareax((?:\.[a-z]\w*|\.[A-Z]\w*)+)(?::(\w+))?")
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")

@@ -18,7 +18,7 @@ TABLE = [
 MODULES = {  # of libraries whose name in Python is another
     "orbax-checkpoint": "orbax", "docstring-parser": "docstring_parser", "huggingface-hub": "huggingface_hub",
     "math-verify": "math_verify", "prometheus-client": "prometheus_client", "pyyaml": "yaml", "pillow": "PIL",
-    "markdown-it-py": "markdown_it",
+    "markdown-it-py": "markdown_it", "protobuf": "google",
 }  # fmt: skip
 KINDS = "Files", "Tests"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP = ("core", "parallel", "models", "rollout", "adapters", "recipes")
+TOP = ("core", "parallel", "models", "rollout", "adapters", "service", "recipes")
 FILES = [file for top in TOP for file in sorted((ROOT / top).rglob("*.py"))]
 [_IMPORTED] = ast.parse((ROOT / "models/families.py").read_text()).body[1:2]
 FAMILIES = {"dense", "mixture", "wrappers"} | {alias.name for alias in _IMPORTED.names}
@@ -83,6 +83,18 @@ MAY_IMPORT = {
     },
     "adapters/commands/suggest.py": {"adapters", "parallel", "core", "rollout.simulation"},
     "adapters/commands/programs.py": {"adapters", "core", "parallel", "models", "rollout.engine"},
+    "service": MODELS
+    | {
+        "adapters.hf",
+        "adapters.peft",
+        "adapters.runtime.atomic_dir",
+        "adapters.safetensors",
+        "rollout.engine",
+        "rollout.processes",
+        "rollout.servers.engine_options",
+        "rollout.types",
+    },
+    "service/options.py": set(),
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }
@@ -293,6 +305,9 @@ def test_the_root_package_imports_nothing():
         ("rollout/engine/x.py", "from .. import client"),
         ("rollout/engine/programs/x.py", "from ..engine import Engine"),
         ("rollout/engine/programs/x.py", "from ..routes import service"),
+        ("service/x.py", "from ..adapters.data import datasets"),
+        ("service/x.py", "from ..rollout import client"),
+        ("adapters/x.py", "from ..service import server"),
         ("recipes/x.py", "from ..core import losses"),
         ("recipes/x.py", "import transformers"),
     ],
@@ -317,6 +332,7 @@ def test_a_violation_is_found(name, source):
         ("rollout/engine/x.py", "import jax\nfrom ..types import Sample\nfrom .programs import decode"),
         ("rollout/engine/routes/x.py", "from ..engine import Engine\nfrom ...chat import fields"),
         ("rollout/engine/x.py", "from ...adapters.hf import load\nfrom ...models import linear"),
+        ("service/x.py", "from ..core import step\nfrom ..rollout.engine.engine import Engine\nfrom .log import Log"),
         (
             "recipes/x.py",
             "from areax.rollout import client\nfrom areax.rollout.engine import server",

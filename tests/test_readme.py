@@ -74,7 +74,7 @@ def test_the_tree_names_every_folder():
             named.add(f"{top}/{found.group(2)}" if found.group(1) else top)
     packages = {
         path.parent.relative_to(ROOT).as_posix()
-        for top in ("core", "models", "parallel", "rollout", "adapters", "recipes")
+        for top in ("core", "models", "parallel", "rollout", "adapters", "service", "recipes")
         for path in (ROOT / top).rglob("__init__.py")
     }
     assert packages <= named and all((ROOT / folder).is_dir() for folder in named)
