@@ -148,6 +148,12 @@ TRL_OFFLINE = Names(
         ("`label_smoothing`", "`--objective.label-smoothing`"),
         ("`teacher_model_name_or_path`", "`--teacher`"),
         ("`lmbda`", "on-policy distillation: `areax train grpo` with a teacher"),
+        (
+            "`use_uld_loss`, `teacher_tokenizer_name_or_path` of GOLD",
+            "a `--teacher` with another tokenizer, or `--teacher-tokenizer` "
+            "([across tokenizers](distillation.md#across-tokenizers))",
+        ),
+        ("`uld_hybrid_unmatched_weight`", "`--objective.uld-coef`"),
         ("`dataset_text_field`", "`--row`, a function from records to rows"),
         (
             "`packing_strategy`, `eval_packing`, `pad_to_multiple_of`",
