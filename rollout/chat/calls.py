@@ -440,5 +440,5 @@ def _constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_constant)
+DECODER = json.JSONDecoder(parse_constant=_constant, parse_float=literals.finite)
 _json = DECODER.decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
@@ -54,7 +55,7 @@ def value(text: str, at: int) -> tuple[Any, int]:
         return WORDS[found[0]], found.end()
     if not NUMBER.fullmatch(found[0]):
         raise ValueError(f"not a value: {found[0]:.40}")
-    return (int if found[0].lstrip("+-").isdigit() else float)(found[0]), found.end()
+    return (int if found[0].lstrip("+-").isdigit() else finite)(found[0]), found.end()
 
 
 def skip(text: str, at: int) -> int:
@@ -116,3 +117,9 @@ def separated(text: str, at: int, end: str) -> int:
     if text[at] == "," or text[at] == end:
         return at + (text[at] == ",")
     raise ValueError(f"items need a comma between them, got {text[at : at + 20]!r}")
+
+
+def finite(text: str) -> float:
+    """The number that a text like 1e999 stands for, as the nearest that JSON can be written with again."""
+    most = sys.float_info.max
+    return min(max(float(text), -most), most)
