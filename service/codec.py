@@ -208,10 +208,11 @@ def whole(body: Mapping[str, Any], name: str, default: int | None = None, least:
 
 
 def number(body: Mapping[str, Any], name: str, default: float, least: float = 0.0, most: float = 3e38) -> float:
-    value = body.get(name)
-    value = default if value is None else value
+    """A number; null is none, as clients write NaN and infinity so."""
+    value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {value!r:.80}")
+        got = "null, as which clients send NaN and infinity" if value is None else f"{value!r:.80}"
+        raise ValueError(f"{name} must be a number from {least:.9g} to {most:.9g}, got {got}")
     return float(value)
 
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
+AGAIN_S = 5.0  # after which a result is written again that the disk did not take
 PENDING, DONE, FAILED, REFUSED = "pending", "done", "failed", "refused"
 TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, key TEXT, ended INTEGER DEFAULT 0, about TEXT);
@@ -28,6 +32,10 @@ CREATE INDEX IF NOT EXISTS pending ON requests (number) WHERE state = 'pending';
 CREATE INDEX IF NOT EXISTS by_session ON requests (session);
 """
 COLUMNS = "owner, seq, session, kind, body, state, result"
+
+
+class Unwritable(RuntimeError):
+    """The disk is full, or the database is damaged: nothing of the transaction is kept."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +95,23 @@ class Log:
     """The database; methods may be called from any thread."""
 
     def __init__(self, path: Path):
-        """Opens or creates it. Raises ValueError if another process has it open."""
-        self._lock, self._depth = threading.RLock(), 0
+        """Opens or creates it. Raises ValueError if another process has it open, or it is damaged."""
+        self._path, self._lock, self._depth = path, threading.RLock(), 0
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
         try:
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(TABLES)
+            [(said,)] = self._db.execute("PRAGMA quick_check(1)").fetchall()
+            if said != "ok":
+                raise sqlite3.DatabaseError(" ".join(said.split()))
         except sqlite3.OperationalError as error:
             self._db.close()
             raise ValueError(f"{path}: cannot be opened ({error}); does another server use this folder?") from None
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise ValueError(f"{path}: must be a database of this server ({error}); choose another --out") from None
 
     def close(self) -> None:
         with self._lock:
@@ -105,21 +119,21 @@ class Log:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Makes what is written in the block one transaction."""
+        """Makes what is written in the block one transaction. Raises Unwritable."""
         with self._lock:
-            if self._depth == 0:
-                self._db.execute("BEGIN IMMEDIATE")
             self._depth += 1
             try:
+                if self._depth == 1:
+                    self._db.execute("BEGIN IMMEDIATE")
                 yield
-            except BaseException:
+                if self._depth == 1:
+                    self._db.execute("COMMIT")
+            except sqlite3.DatabaseError as error:
+                raise Unwritable(f"{self._path}: cannot be written ({error})") from None
+            finally:
                 self._depth -= 1
-                if self._depth == 0:
+                if self._depth == 0 and self._db.in_transaction:  # SQLite itself ends some that fail
                     self._db.execute("ROLLBACK")
-                raise
-            self._depth -= 1
-            if self._depth == 0:
-                self._db.execute("COMMIT")
 
     def _write(self, text: str, *values: Any) -> int:
         with self.together():
@@ -160,6 +174,24 @@ class Log:
     def finish(self, request: Request, state: str, result: bytes) -> None:
         text = "UPDATE requests SET state = ?, result = ? WHERE owner = ? AND seq = ? AND state = 'pending'"
         self._write(text, state, result, request.owner, request.seq)
+
+    def settle(
+        self, request: Request, state: str, result: bytes, closing: threading.Event,
+        write: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
+        """`finish` with what `write` writes; a result that the disk does not take waits for room.
+
+        Returns False if `closing` was set before there was: the request stays pending."""
+        while True:
+            try:
+                with self.together():
+                    write()
+                    self.finish(request, state, result)
+                return True
+            except Unwritable as error:
+                log.critical("%s of %s waits to be written: %s", request.kind, request.id, error)
+                if closing.wait(AGAIN_S):
+                    return False
 
     def pending(self) -> list[Request]:
         """All requests that have not run, in the order of their arrival."""

@@ -53,6 +53,7 @@ class Base:
         self._table = models.table(config)
         self._passes: dict[tuple[lora.Lora, str], Callable] = {}
         self._updates: dict[lora.Lora, Callable] = {}
+        self._inits: dict[lora.Lora, Callable] = {}
 
     def spec(self, rank: int, attention: bool = True, mlp: bool = True) -> lora.Lora:
         """The adapters of a rank, on the layers' matrices that the family has of these kinds.
@@ -75,7 +76,9 @@ class Base:
 
     def new(self, spec: lora.Lora, seed: int) -> Adapter:
         """A new adapter, which leaves the base as it is."""
-        return self.adapter(spec, jax.jit(functools.partial(param.init, table=self.table(spec)))(jax.random.key(seed)))
+        if spec not in self._inits:
+            self._inits[spec] = jax.jit(functools.partial(param.init, table=self.table(spec)))
+        return self.adapter(spec, self._inits[spec](jax.random.key(seed)))
 
     def adapter(self, spec: lora.Lora, weights, moments=None, steps: int = 0) -> Adapter:
         """An adapter with these weights, and the optimiser's state, None = at its start."""

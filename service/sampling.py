@@ -40,7 +40,7 @@ class Sampler:
         self._engine, self._base, self._log, self._out = engine, base, store, out
         self._rank, self._settled = rank, settled
         self._loaded: collections.OrderedDict[str, None] = collections.OrderedDict()  # the latest used last
-        self._closing = False
+        self._closing = threading.Event()
         self._begins = ThreadPoolExecutor(1, "areax-tinker-samples")
         self._ends = ThreadPoolExecutor(1, "areax-tinker-results")
 
@@ -52,7 +52,7 @@ class Sampler:
 
     def close(self) -> None:
         """What has not ended stays pending."""
-        self._closing = True
+        self._closing.set()
         self._begins.shutdown(cancel_futures=True)
         self._engine.close()
         self._ends.shutdown(cancel_futures=True)
@@ -116,15 +116,15 @@ class Sampler:
 
     def _end(self, request: Request, body: Mapping[str, Any], done: list[Progress]) -> None:
         aborted = next((each.finish for each in done if each.finish and each.finish["type"] == "abort"), None)
-        if aborted and self._closing:
+        if aborted and self._closing.is_set():
             return
         if aborted:
             raise RuntimeError(aborted["message"]) if "status_code" in aborted else ValueError("cancelled")
         self._finish(request, DONE, result(body, done))
 
     def _finish(self, request: Request, state: str, content: bytes) -> None:
-        self._log.finish(request, state, content)
-        self._settled(request)
+        if self._log.settle(request, state, content, self._closing):
+            self._settled(request)
 
 
 class Together:

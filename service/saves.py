@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ..adapters import peft, safetensors
+from ..adapters.hf import config_files
 from ..adapters.runtime.atomic_dir import replacing
 from ..models import lora
 from .model import Adapter, Base
@@ -63,12 +64,12 @@ def read(path: Path, base: Base, moments: bool) -> Adapter:
     adapter = base.adapter(spec, weights)
     if not moments:
         return adapter
-    stored, hashes = safetensors.read(path / MOMENTS), json.loads((path / HASHES).read_bytes())
+    stored, hashes = safetensors.read(path / MOMENTS), config_files.read_json(path / HASHES)
     like = _named(adapter.state.opt_state)
     if stored.keys() != like.keys() | {"step"}:
         raise ValueError(f"{path / MOMENTS}: must hold AdamW's state of this adapter, got other names")
     for name, x in stored.items():
-        if safetensors.digest(x) != hashes[name]["xxh3_128"]:
+        if hashes.get(name, {}).get("xxh3_128") != safetensors.digest(x):
             raise ValueError(f"{path / MOMENTS}: {name} does not match {HASHES}; copy the folder again")
     _, tree = jax.tree.flatten(adapter.state.opt_state)
     restored = jax.tree.unflatten(tree, [jax.numpy.asarray(stored[name]) for name in like])
@@ -84,7 +85,13 @@ def drop_states(out: Path, model: str, but: int | None = None) -> None:
     """Removes the states of a model, but for the one after the request `but`."""
     for path in state_folder(out, model, 0).parent.glob("*"):
         if path.name != str(but):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(out: Path) -> None:
+    """Removes what a killed server had half written."""
+    for path in out.glob("models/*/*/.*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _named(tree) -> dict:

@@ -17,6 +17,7 @@ from ..rollout.engine.engine import Engine
 from ..rollout.engine.server import known_dtype
 from ..rollout.processes import http_limits, http_process
 from ..rollout.servers.engine_options import DEFAULTS, EngineOptions
+from . import saves
 from .futures import Futures
 from .log import Log
 from .model import Base
@@ -51,6 +52,7 @@ def serving(
     out, dtype = Path(options.out), known_dtype(dtype)
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(Log(out / DATABASE)) as store:
+        saves.sweep(out)
         base, sampling = loaded(path, engine, dtype)
         peft.modules(base.config, base.spec(options.rank))  # refuses what could not be saved once it is trained
         futures = Futures(store)

@@ -74,7 +74,7 @@ class Sessions:
     def silent(self) -> list[str]:
         """The models of sessions that were not heard of for SILENT_S, each session once until it is heard again."""
         now = time.monotonic()
-        gone = [id for id, heard in self._heard.items() if now - heard > SILENT_S]
+        gone = [id for id, heard in list(self._heard.items()) if now - heard > SILENT_S]
         for id in gone:
             del self._heard[id]
         return [model for id in gone for model in self._log.models_of(id)]

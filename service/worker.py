@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import threading
 import time
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PASS, STEP, CREATE = "forward_backward", "optim_step", "create_model"
 LOAD, SAVE, SAVE_FOR_SAMPLER = "load_weights", "save_weights", "save_weights_for_sampler"
+EPS = 1e-30  # least of AdamW: far less is 0 in float32, and a parameter without a gradient would become 0 / 0
 CHANGES = PASS, STEP  # what is run again to restore a model; a load is followed by a saved state
 
 
@@ -52,7 +54,7 @@ class Worker:
         self._updates: dict[str, int] = {}  # since the last saved state
         self._kept: tuple[str, int] | None = None  # model and request of a state whose older ones may be removed
         self._leaving: list[tuple[str, bool]] = []  # models to take out of memory, and whether for good
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="areax-tinker", daemon=True)
 
     def start(self) -> None:
@@ -64,7 +66,7 @@ class Worker:
     def close(self) -> None:
         """Ends the thread after the request that runs; the others stay pending."""
         with self._wake:
-            self._closing = True
+            self._closing.set()
             self._wake.notify()
         self._thread.join()
 
@@ -103,9 +105,9 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closing or self._leaving) and (taken := self._order.take()) is None:
+                while not (self._closing.is_set() or self._leaving) and (taken := self._order.take()) is None:
                     self._wake.wait()
-                if self._closing:
+                if self._closing.is_set():
                     return
                 leaving, self._leaving = self._leaving, []
                 if leaving:
@@ -128,14 +130,14 @@ class Worker:
             result, write = KINDS[request.kind](self, request)
         except Exception as error:  # the end of this thread would stop all models for a fault of one request
             self._adapters.pop(request.owner, None)  # its gradient may be lost: it is computed again
-            self._log.finish(request, FAILED, failure(request, error))
+            kept = self._log.settle(request, FAILED, failure(request, error), self._closing)
         else:
-            with self._log.together():
-                write()
-                self._log.finish(request, DONE, result if isinstance(result, bytes) else json.dumps(result).encode())
-            if self._kept:
+            content = result if isinstance(result, bytes) else json.dumps(result).encode()
+            kept = self._log.settle(request, DONE, content, self._closing, write)
+            if kept and self._kept:
                 saves.drop_states(self._out, *self._kept)
-        self._settled(request)
+        if kept:
+            self._settled(request)
 
     def _adapter(self, model: str) -> Adapter:
         """The model as it is after all that has run."""
@@ -144,6 +146,8 @@ class Worker:
             if known is None:
                 raise ValueError(f"{model}: there is no such model; its session has ended")
             if known.saved is None:
+                if (first := self._log.request(model, 0)) is not None and first.kind == LOAD:
+                    raise ValueError(f"{model}: its weights could not be loaded; load them into another")
                 adapter = self._base.new(self._spec(known.about), known.about["seed"])
             else:
                 adapter = saves.read(saves.state_folder(self._out, model, known.saved), self._base, moments=True)
@@ -186,9 +190,14 @@ class Worker:
         adapter = self._adapter(request.owner)
         report = self._base.update(adapter, hyperparameters(json.loads(request.body or b"")))
         self._updates[request.owner] += 1
-        due = self._updates[request.owner] >= self._save_every
-        note = self._keep(request.owner, request.seq) if due else _nothing
-        return {"type": "optim_step", "metrics": report}, note
+        note = _nothing
+        if self._updates[request.owner] >= self._save_every:
+            try:
+                note = self._keep(request.owner, request.seq)
+            except OSError as error:  # the update is made all the same, and repeated if the server is killed
+                log.warning("the state of %s is not saved, but after its next update: %s", request.owner, error)
+        numbers = {name: x for name, x in report.items() if math.isfinite(x)}  # others are no JSON
+        return {"type": "optim_step", "metrics": numbers}, note
 
     def _save(self, request: Request) -> tuple[dict, Callable[[], None]]:
         """save_weights, and save_weights_for_sampler."""
@@ -248,7 +257,7 @@ def hyperparameters(body: dict[str, Any]) -> optim.AdamW:
     share = lambda name, default: codec.number(given, name, default, 0.0, 1 - 2**-24)
     return optim.AdamW(
         lr=codec.number(given, "learning_rate", 1e-4), b1=share("beta1", 0.9), b2=share("beta2", 0.95),
-        eps=codec.number(given, "eps", 1e-12), weight_decay=codec.number(given, "weight_decay", 0.0),
+        eps=codec.number(given, "eps", 1e-12, EPS), weight_decay=codec.number(given, "weight_decay", 0.0),
         clip=codec.number(given, "grad_clip_norm", 0.0),
     )  # fmt: skip
 

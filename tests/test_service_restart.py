@@ -87,6 +87,14 @@ def test_samples_that_had_not_ended_are_made_after_a_restart(folder, tmp_path):
     assert [tokens for tokens, *_ in again] == [tokens for tokens, *_ in first]
 
 
+def test_what_was_half_written_is_removed(folder, tmp_path):
+    half, whole = (tmp_path / "models" / "m" / "weights" / name for name in (".x.0123abcd.tmp", "x"))
+    for path in (half, whole):
+        (path / "adapter").mkdir(parents=True)
+    with calls.serving(folder, tmp_path):
+        assert whole.exists() and not half.exists()
+
+
 def test_a_folder_has_one_server(folder, tmp_path):
     with calls.serving(folder, tmp_path):
         with pytest.raises(ValueError, match="does another server use this folder"):

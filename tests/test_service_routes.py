@@ -1,5 +1,6 @@
 """The service over HTTP: training, sampling, saving, repeated and refused requests, keys."""
 
+import json
 import random
 import re
 
@@ -9,7 +10,7 @@ import tinker_calls as calls
 import tiny
 
 from areax.adapters import tokenizer
-from areax.service import saves
+from areax.service import saves, worker
 
 RNG = np.random.default_rng(0)
 DATA = [calls.datum(RNG.integers(0, 10, n), weights=RNG.uniform(0.5, 1.5, n - 1)) for n in (6, 11, 8)]
@@ -155,6 +156,11 @@ REFUSED = [
     ("weights must be finite", dict(data=[calls.datum([1, 2], weights=[np.nan])])),
     ("weights must have one number for each of the 1 tokens", dict(data=[calls.datum([1, 2], weights=[1, 2])])),
 ]
+# null is what clients send for NaN and infinity; without an epsilon a parameter without a gradient would become NaN
+ADAM_REFUSED = [
+    ("learning_rate", -1), ("beta1", 1.0), ("learning_rate", "x"), ("learning_rate", None), ("eps", 0.0),
+    ("eps", 1e-40),
+]  # fmt: skip
 
 
 def test_a_refused_request_says_why_and_uses_up_its_seq_id(service, folder):
@@ -164,8 +170,9 @@ def test_a_refused_request_says_why_and_uses_up_its_seq_id(service, folder):
         assert made.status_code == 400
         assert re.search(words, made.json()["detail"]), made.json()
         seq += 1
-    for body in ({"learning_rate": -1}, {"beta1": 1.0}, {"learning_rate": "x"}):
-        assert service.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": body}).status_code == 400
+    for name, value in ADAM_REFUSED:
+        made = service.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {name: value}})
+        assert made.status_code == 400 and f"{name} must be a number" in made.json()["detail"]
         seq += 1
     metrics, _ = service.train(model, seq, DATA)  # the next one runs
     assert metrics["loss:sum"] > 0
@@ -178,6 +185,47 @@ def test_what_fails_as_it_runs_is_told_with_the_result(service, folder):
         made = service.result("save_weights", body)
         assert ("error" in made) == (seq == 3)
     assert made["category"] == "user" and "exists" in made["error"]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_told_in_json(service, folder):
+    model = service.model(folder)
+    service.train(model, 1, [calls.datum([1, 2, 3], weights=[3e38, 3e38])])  # overflows
+    id = service.answer("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}})
+    told = service.post("retrieve_future", id).text
+    assert json.loads(told, parse_constant=pytest.fail)["metrics"]["skipped"] == 1
+
+
+def test_the_least_epsilon_leaves_what_has_no_gradient(service, folder):
+    model = service.model(folder)  # B is 0, so A has no gradient
+    service.train(model, 1, DATA)
+    assert service.step(model, 2, eps=worker.EPS)["metrics"]["update_ratio"] > 0
+    assert np.isfinite(service.train(model, 3, DATA)[0]["loss:sum"])
+
+
+def test_weights_that_could_not_be_loaded_are_not_trained(service, folder, out):
+    first, session = service.model(folder), service.session()
+    path = service.result("save_weights", {"model_id": first, "seq_id": 1, "path": "gone"})["path"]
+    (saves.folder(out, path) / "optimizer.json").write_text("{}")
+    body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    made = service.result("load_weights", body)
+    assert made["category"] == "user" and "does not match optimizer.json" in made["error"]
+    made = service.result("forward_backward", calls.pass_body(f"{session}:train:0", 1, DATA))
+    assert "its weights could not be loaded" in made["error"]
+
+
+def test_a_step_is_made_though_there_is_no_room_for_the_state(service, folder, out, monkeypatch):
+    model, written = service.model(folder), saves.write
+
+    def full(path, *more, **options):
+        if path.name == "6":
+            raise OSError(28, "No space left on device")
+        written(path, *more, **options)
+
+    monkeypatch.setattr(saves, "write", full)
+    for seq in range(1, 9, 2):
+        service.train(model, seq, DATA)
+        assert service.step(model, seq + 1)["metrics"]["skipped"] == 0
+    assert [path.name for path in saves.state_folder(out, model, 0).parent.iterdir()] == ["8"]
 
 
 def test_names_models_and_options_that_are_not_served_are_refused(service, folder):
