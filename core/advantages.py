@@ -256,7 +256,7 @@ def by_energy(return_BT, energy_BT, sampled_BT, segment_BT, group_BT):
       group_BT: id of the group of each token.
     """
     flat = lambda x_BT: x_BT.reshape(-1)
-    energy_BT = jnp.where(sampled_BT, energy_BT, 0)
+    energy_BT = jnp.where(sampled_BT, jnp.maximum(energy_BT, 0), 0)  # rounding makes those near 0 negative
     weight_A, count_A = (flat(_so_far(x_BT, segment_BT)) for x_BT in (energy_BT, jnp.where(sampled_BT, 1.0, 0.0)))
     sampled_A, return_A = flat(sampled_BT), flat(return_BT)
     id_A = numbered(flat(group_BT), count_A, sampled_A)
@@ -269,9 +269,9 @@ def by_energy(return_BT, energy_BT, sampled_BT, segment_BT, group_BT):
 
 def _so_far(x_BT, segment_BT):
     """Sum of x over the tokens of the segment up to each one."""
-    sum_BT = jnp.cumsum(x_BT, -1)
-    start_BT = jnp.broadcast_to(jnp.arange(x_BT.shape[-1]), segment_BT.shape) - segment_index(segment_BT)
-    return sum_BT - jnp.take_along_axis(sum_BT - x_BT, start_BT, -1)
+    first_BT = segment_index(segment_BT) == 0
+    join = lambda left, right: (left[0] | right[0], jnp.where(right[0], 0, left[1]) + right[1])
+    return jax.lax.associative_scan(join, (first_BT, x_BT), axis=x_BT.ndim - 1)[1]
 
 
 def _differs(x_A, id_A):

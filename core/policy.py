@@ -316,7 +316,7 @@ class Policy:
         now = self._now(logp_BT, logp_BT - prox_BT, batch)
         gain_BT, cut_BT = self._gain(now)
         if self.score_centering:
-            gain_BT -= self._expected(now, out, target[centering.LOGP])
+            gain_BT -= self._expected(now, out, jnp.where(mask_BT[..., None], target[centering.LOGP], 0))
         loss = -jnp.sum(weight_BT * jnp.where(mask_BT, gain_BT, 0))
         unusable_BT = target["unusable_BT"]
         # Without scores from before the update, use the current ones.

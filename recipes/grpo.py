@@ -214,6 +214,7 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
+    rollouts.check_reported(config.rollout.sampling, model.vocab, own=not serving.servers)
     if not serving.servers:
         paging.check_draft("--serve.draft", serving.serve.draft, context or length)
         common.check_own_engine(config.model, serving.serve.sized(length))
@@ -227,8 +228,9 @@ def read(config: Config, tokens, processor: images.Processor | None = None, give
         )
     )  # fmt: skip
     asks = rows.asks(workflow)
+    checked = rows.valued(check) if config.training.objective.advantage.mean == "optimal_value" else check
     open_one = functools.partial(
-        sources.opened, row=options.row, limit=options.limit, check=check, bad=options.bad_rows, recognise=asks,
+        sources.opened, row=options.row, limit=options.limit, check=checked, bad=options.bad_rows, recognise=asks,
         spec=options.curriculum,
     )  # fmt: skip
     if config.env and given is None and not config.data:

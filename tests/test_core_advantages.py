@@ -154,6 +154,21 @@ def test_optimal_tokens_are_those_of_verl():
     assert np.abs(wanted).max() > 0.5
 
 
+def test_baselines_of_certain_tokens_lie_between_the_returns():
+    """Their energies, near 0, are rounded to either side of it, and stand behind a long row's sum."""
+    rng, long = np.random.default_rng(0), 4096
+    near = rng.choice([-2e-6, -1e-6, 0, 1e-6, 2e-6], (200, 4))
+    segment = np.repeat([[1, 2]], 4, 0).repeat([long, 1], 1)
+    mask, after = segment == 2, np.where(segment == 2, np.array([[1.0], [0.0], [0.0], [1.0]]), 0)
+    for own in near:
+        energy = np.where(mask, own[:, None], rng.uniform(0, 1, segment.shape)).astype(np.float32)
+        given = (jnp.asarray(x) for x in (after.astype(np.float32), energy, segment > 0, segment))
+        got = advantages.by_energy(*given, jnp.where(mask, 1, 0))[:, -1]
+        weight = np.maximum(own, 0)
+        wanted = after[:, -1] - weight @ after[:, -1] / (weight.sum() or 1)
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("std", ["none", "group"])
 def test_states_are_compared_as_by_verl_agent(std):
     """`compute_step_discounted_returns` and `step_norm_reward` of verl-agent's GiGPO, written anew for turns as rows of

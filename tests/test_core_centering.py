@@ -133,6 +133,17 @@ def test_the_gradient_is_that_of_sums_over_the_whole_vocabulary(name, K):
         np.testing.assert_allclose(a, b, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_tokens_whose_reports_are_no_numbers_are_left_out(name):
+    """One that is learnt and one of the prompt: all gradients are numbers, and that of the learnt one is 0."""
+    made, logits = samples(4)
+    for t in (1, 3):
+        made[0].arrays["sampler_logp"][1][t, 1] = np.nan
+    _, got, _, report = slopes(OBJECTIVES[name], made, logits)
+    assert all(np.isfinite(x).all() for x in got) and not got[0][3].any() and got[0][4].any()
+    assert float(report["unusable_fraction"].sum) == 1
+
+
 def test_what_sampler_and_trainer_compute_alike_changes_nothing():
     made, logits = samples(4, same=True)
     plain = losses.REINFORCE(correction=BEHAVIOUR)

@@ -320,7 +320,20 @@ OPTIONS = {
             "together, got 8 and false",
         ),
         ("--sampling.top-logprobs 8 --sampling.top-k 5 --sampling.sampling-mask", "top-logprobs must be 0 with"),
+        (
+            "--sampling.top-logprobs 65 --objective.score-centering --objective.correction.proximal behaviour --eta 0",
+            "--sampling.top-logprobs must be at most 32, the tokens of the model's vocabulary, got 65",
+        ),
+        (
+            "--sampling.sampling-mask --sampling.top-k 2000",
+            "--sampling.top-k must be at most 1024, the most that servers started here report in a mask, got 2000",
+        ),
+        (
+            "--objective.advantage.mean optimal_value --objective.advantage.std none",
+            "--objective.advantage.mean optimal_value: rows must have 'reference_rewards', a list of the rewards that",
+        ),
         ("--episode-seats 64", "--episode-seats must be numbers from 0 to 63, got (64,)"),
+        ("--episode-seats 1 1", "--episode-seats must be at least two seats, to compare, or none, got (1, 1)"),
         ("--sampling.stop-token-ids -1", "--sampling.stop-token-ids must be token ids, got (-1,)"),
         ("--reward-workers 0", "--reward-workers must be at least 1, got 0"),
         ("--reward-timeout-s 0", "--reward-timeout-s must be above 0 and finite, got 0.0"),

@@ -627,7 +627,7 @@ def test_what_rows_and_workflows_must_bring_is_said():
     async def workflow(generate, row):
         return sampled([5], Completion([6], [-1.0], [0], "stop"), temperature=1.0)
 
-    for given in (None, [], [0, "1"], [float("nan")], 1.0):
+    for given in (None, [], [0, "1"], [float("nan")], 1.0, [10**400], [0, 1e300]):
         with pytest.raises(ValueError, match="rows must have 'reference_rewards', a list of the rewards that .*; row"):
             asyncio.run(rollouts.valued(workflow, 0.5, None, {"reference_rewards": given}))
     [made] = asyncio.run(rollouts.valued(workflow, 0.5, None, {"reference_rewards": [0, 1.0]}))

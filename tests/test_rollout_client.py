@@ -708,8 +708,9 @@ def test_likeliest_tokens_are_checked_and_joined():
                     answers(200, reply([3, 4], [-1.0] * 2, [V0] * 2, "length")),
                     "at 2 places were asked for, got those at 0",
                 ),
-                (likely([3, 4], [3, 9], [5]), r"the 2 likeliest tokens were asked for, got 1: \[5\]"),
-                (likely([3, 4], [3, 3], [5, 6]), r"the 2 likeliest tokens were asked for, got 1: \[3, 3\]"),
+                (likely([3, 4], [3, 9], [5]), r"the 2 likeliest tokens, which differ, .* got 1: \[5\]"),
+                (likely([3, 4], [3, 3], [5, 6]), r"the 2 likeliest tokens, which differ, .* got 2: \[3, 3\]"),
+                (likely([3, 4], [3, 9, 3], [5, 6]), r"the 2 likeliest tokens, which differ, .* got 3: \[3, 9, 3\]"),
             ):
                 a.script = [wrong]
                 with pytest.raises(RuntimeError, match=words):

@@ -107,6 +107,14 @@ def changed(**fields):
             {"arrays": {"routed_experts": ("input", np.full((4, 2, 2), 8))}},
             r"must lie in \[-1, the number of experts 8\), got 8",
         ),
+        (
+            {"arrays": {"sampler_ids": ("target", np.full((4, 2), 100))}},
+            r"arrays\['sampler_ids'\] must lie in \[0, vocabulary size 100\), got 100",
+        ),
+        (
+            {"arrays": {"sampler_ids": ("target", np.zeros((4, 2)))}},
+            r"arrays\['sampler_ids'\] must be \(\"target\", whole numbers \[tokens, likeliest\]\)",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(fields, words):

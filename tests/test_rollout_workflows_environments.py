@@ -18,6 +18,8 @@ from gateways import CALL, FUNCTION, TOKENS
 from areax.core import advantages, packing
 from areax.rollout import object_path
 from areax.rollout.chat import states
+from areax.rollout.chat.parsers import Answer, ToolCall
+from areax.rollout.chat.trajectory import Interaction
 from areax.rollout.errors import ServerError
 from areax.rollout.scheduling import episodes
 from areax.rollout.workflows import environments, failures, resolve
@@ -270,6 +272,25 @@ def test_states_are_what_a_world_showed_last():
     hall, room, _ = seen["lrl"]
     assert 0 not in (hall, room) and hall != room
     assert seen == {"lrl": [hall, room, hall], "rrl": [hall, hall, hall], "lll": [hall, room, room]}
+
+
+def test_states_are_the_same_whatever_ids_calls_have():
+    """Ids are drawn anew in each episode; what a tool answered, and which was called, are the state."""
+
+    def number(id, content="4", name="add", begins=False):
+        first = {"role": "user", "content": "2+2"}
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = Answer("", tool_calls=(ToolCall(id, name, "{}"),))
+        before = Interaction(prompt=(1,), temperature=1.0, messages=(first,), answer=answer)
+        messages = first, called, {"role": "tool", "tool_call_id": id, "name": name, "content": content}
+        return states.number(
+            Interaction(parent=None if begins else before, prompt=(1, 2), temperature=1.0, messages=messages)
+        )
+
+    for begins in (False, True):
+        assert number("call_1", begins=begins) == number("call_2", begins=begins)
+        assert len({number("call_1", x, name, begins) for x in "45" for name in ("add", "take")}) == 4
 
 
 class Payer(Duel):

@@ -303,6 +303,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
         (rewards, "reward_timeout_s", 0 < rewards.reward_timeout_s < math.inf, "above 0 and finite"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
         (rollout, "episode_seats", {*rollout.episode_seats} <= {*range(SEATS)}, f"numbers from 0 to {SEATS - 1}"),
+        (rollout, "episode_seats", len({*rollout.episode_seats}) != 1, "at least two seats, to compare, or none"),
         (training, "reference_every", not training.reference_every or training.objective.needs_reference,
          "0 without a reference, which --objective.kl.coef above 0 has"),
         (training, "reference_mix", 0 < training.reference_mix <= 1, "above 0 and at most 1"),

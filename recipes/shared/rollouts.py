@@ -5,7 +5,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,18 +13,19 @@ import numpy as np
 
 from areax.adapters.command_line.options import json_object
 from areax.core.advantages import optimal_value
-from areax.recipes.shared import evaluation, teachers
+from areax.recipes.shared import evaluation, rows, teachers
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.chat import images, observations, states
 from areax.rollout.chat.cross_tokenizer import Pair
+from areax.rollout.engine.request import KEPT, TOP
 from areax.rollout.errors import ServerError
 from areax.rollout.journal.store import Journal
 from areax.rollout.rewards.signatures import Regroup
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
 from areax.rollout.scheduling.validation import CheckImages
-from areax.rollout.types import Generate, Sample, Workflow
+from areax.rollout.types import Generate, Sample, Sampling, Workflow
 from areax.rollout.workflows import resolve, teacher
 from areax.rollout.workflows.regroup import of
 
@@ -58,6 +58,22 @@ def check_keys(serving: Serving, training: Training) -> None:
     asyncio.run(client.check_keys(serving.servers, serving.stagers))
     asked = itertools.chain(*teacher.named(training.teachers).values())
     asyncio.run(client.check_keys(asked, key_variable=teacher.KEY))
+
+
+def check_reported(sampling: Sampling, vocabulary: int, own: bool) -> None:
+    """Raises ValueError if servers cannot report so many tokens at a place.
+
+    Args:
+      own: servers are started here; how many others report is not known.
+    """
+    masked = sampling.top_k if sampling.sampling_mask else 0
+    rules = [("top-logprobs", sampling.top_logprobs, vocabulary, "the tokens of the model's vocabulary")]
+    if own:
+        ours = "the most that servers started here report"
+        rules += [("top-logprobs", sampling.top_logprobs, TOP, ours), ("top-k", masked, KEPT, f"{ours} in a mask")]
+    for option, asked, most, what in rules:
+        if asked > most:
+            raise ValueError(f"--sampling.{option} must be at most {most}, {what}, got {asked}")
 
 
 @contextlib.asynccontextmanager
@@ -158,15 +174,10 @@ def fitting(
 
 async def valued(episode: Workflow, temperature: float, generate: Generate, row: Mapping[str, Any]) -> list[Sample]:
     """An episode's samples with the component "optimal_value", of the row's "reference_rewards"."""
-    rewards = row.get("reference_rewards")
-    if not (
-        isinstance(rewards, list) and rewards and all(type(x) in (int, float) and math.isfinite(x) for x in rewards)
-    ):
-        raise ValueError(
-            "--objective.advantage.mean optimal_value: rows must have 'reference_rewards', a list of the rewards that "
-            f"completions of the reference policy got, got {rewards!r:.80}; {object_path.row(row)}"
-        )
-    value = optimal_value(rewards, temperature)
+    try:
+        value = optimal_value(rows.reference_rewards(row), temperature)
+    except ValueError as error:
+        raise ValueError(f"{error}; {object_path.row(row)}") from error
     samples = episodes.returned(await episode(generate, row), row)
     return [s.replace(components={**s.components, "optimal_value": value}) for s in samples]
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from areax.rollout import object_path, workflows
 from areax.rollout.chat import conversation, images, template
 from areax.rollout.chat.conversation import tried
 from areax.rollout.chat.cross_tokenizer import Pair
+from areax.rollout.processes.printable import shown
+from areax.rollout.rewards.signatures import LARGEST
 from areax.rollout.workflows import multi_turn, resolve
 
 TOGETHER = 256  # rows that are checked at a time
@@ -165,6 +167,28 @@ def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
             f"token ids must be below {vocabulary}, the model's vocab_size, got {highest}; is its tokenizer of another "
             "model?"
         )
+
+
+def reference_rewards(row: Mapping[str, Any]) -> list[float]:
+    """The row's "reference_rewards"; raises ValueError unless it is a list of numbers that a reward may be."""
+    given = row.get("reference_rewards")
+    held = lambda x: type(x) in (int, float) and abs(x) <= LARGEST
+    if not (isinstance(given, list) and given and all(map(held, given))):
+        raise ValueError(
+            "--objective.advantage.mean optimal_value: rows must have 'reference_rewards', a list of the rewards that "
+            f"completions of the reference policy got, numbers of at most {LARGEST:g}, got {shown(given)}"
+        )
+    return given
+
+
+def valued(check: Prepared) -> Prepared:
+    """The check, of rows that also need "reference_rewards"."""
+
+    def both(row: dict) -> str | None:
+        reference_rewards(row)
+        return check(row)
+
+    return Prepared(both, check.ahead)
 
 
 def prompts(

@@ -31,7 +31,14 @@ def number(x: Interaction) -> int:
     are what the environment showed last; of a prompt of tokens, of those behind it."""
     if x.messages:
         new = x.messages[len(x.parent.conversation) if x.parent else 0 :]
-        text = json.dumps(new, sort_keys=True, default=lambda image: image.hash)
+        text = json.dumps([*map(_without_ids, new)], sort_keys=True, default=lambda image: image.hash)
     else:
         text = str(x.prompt[len(x.parent.tokens) if x.parent and x.extends else 0 :])
     return xxhash.xxh32_intdigest(text.encode()) - 2**31 or 1
+
+
+def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without the ids of calls, which are drawn anew in each episode."""
+    calls = [{name: x for name, x in call.items() if name != "id"} for call in message.get("tool_calls") or ()]
+    rest = {name: x for name, x in message.items() if name not in ("tool_call_id", "tool_calls")}
+    return rest | ({"tool_calls": calls} if calls else {})

@@ -199,11 +199,14 @@ def _arrays(
     given: Any, tokens: np.ndarray, mask: np.ndarray, vocabulary: int | None, experts: int | None
 ) -> dict[str, tuple[Any, np.ndarray]]:  # fmt: skip
     arrays = {name: _extra(name, entry, mask, experts) for name, entry in _entries("arrays", given).items()}
+    for name, least, count in (("sampling_mask", -1, "most kept"), ("sampler_ids", 0, "likeliest")):
+        if name in arrays:
+            field, (kind, ids) = f"arrays['{name}']", arrays[name]
+            if kind != "target" or ids.ndim != 2 or ids.dtype.kind not in "iu":
+                _wrong(field, f'be ("target", whole numbers [tokens, {count}])', given[name])
+            _within(field, ids, least, vocabulary or 2**31, "vocabulary size ")
     if "sampling_mask" in arrays:
-        field, (kind, kept) = "arrays['sampling_mask']", arrays["sampling_mask"]
-        if kind != "target" or kept.ndim != 2 or kept.dtype.kind not in "iu":
-            _wrong(field, 'be ("target", whole numbers [tokens, most kept])', given["sampling_mask"])
-        _within(field, kept, -1, vocabulary or 2**31, "vocabulary size ")
+        field, kept = "arrays['sampling_mask']", arrays["sampling_mask"][1]
         drawn = (kept == tokens[:, None]).any(1) | (kept < 0).all(1)
         _all(field, "have each token that is learnt from", tokens[mask & ~drawn], lambda x: x < 0)
     return arrays

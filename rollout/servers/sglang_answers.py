@@ -125,8 +125,8 @@ def _likeliest(rows: Any, count: int, vocabulary: int, top: int) -> list[tuple[l
         raise ServerError(f"likeliest tokens at {count} places were asked for, got those at {len(rows or ())}")
     made = [(ids([one[1] for one in row], vocabulary), logprobs([one[0] for one in row])) for row in rows or ()]
     for own, _ in made:
-        if len({*own}) != top:
-            raise ServerError(f"the {top} likeliest tokens were asked for, got {len({*own})}: {own!r:.80}")
+        if not len(own) == len({*own}) == top:
+            raise ServerError(f"the {top} likeliest tokens, which differ, were asked for, got {len(own)}: {own!r:.80}")
     return made
 
 
