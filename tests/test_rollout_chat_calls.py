@@ -117,6 +117,44 @@ def test_a_number_beyond_the_range_of_floats_is_the_nearest_float(style, text):
         assert json.loads(call.arguments) == {"a": value}
 
 
+@pytest.mark.parametrize(
+    "style, before, fill, behind",
+    [
+        ("glm4_moe", "<tool_call>find\n<arg_key>", " ", "x</tool_call>"),
+        ("gemma4", "<|tool_call>", " ", "x<tool_call|>"),
+        ("pythonic", "[find(query='", ")", ""),
+        ("lfm2", "<|tool_call_start|>[find(query='", "\\\\", ""),
+        ("kimi_k2", tool_calls.kimi(GIVEN[:1])[:-60], "<", ""),
+        ("gpt_oss", "", "<|start|>", ""),
+        ("gpt_oss", "<|channel|>final<|message|>", "<|channel|>", ""),
+    ],
+)
+def test_long_answers_that_are_no_calls(style, before, fill, behind):
+    """In time that grows with the square of the length, each would take minutes."""
+    assert parse(before + fill * (300_000 // len(fill)) + behind, style, tools=TOOLS).tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    "style, text",
+    [
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>oh"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁sep｜>{"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now:0<|tool_call_argument_begin|>oh"),
+        ("gpt_oss", "<|channel|>commentary to=functions.now<|message|>oh"),
+        ("gpt_oss", "<|channel|>commentary to=functions.<|message|>{"),
+        ("qwen", '<tool_call>{"name": "", "arguments": {'),
+    ],
+)  # fmt: skip
+def test_a_cut_call_has_a_name_and_begins_an_object(style, text):
+    answer = parse(text, style, cut=True)
+    assert answer.tool_calls == () and answer.content.endswith(text[-1])
+
+
+def test_an_id_that_no_text_can_have_makes_no_call():
+    text = '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "\\ud800"}]'
+    assert parse(text, "mistral", tools=TOOLS) == parsers.Answer(text)
+
+
 @pytest.mark.parametrize("way", ["glm45", "kimi_k2"])
 def test_a_call_may_end_the_reasoning_of_families_that_mark_it_with_a_token(way):
     style, write = WRITERS[way]
@@ -141,6 +179,7 @@ def test_ids_are_those_that_the_model_wrote():
         ("'it\\'s'", "it's"),
         ('"\\u00e9\\ud83d\\ude00\\x41\\101"', "é😀AA"), ("'a\nb'", "a\nb"), ("'\\d\\\\'", "\\d\\"),
         ("[1, -2.5e3, +.5, None, null, True, false, ('x', )]", [1, -2500.0, 0.5, None, None, True, False, ["x"]]),
+        ("{b c: {d  e : []}}", {"b c": {"d  e": []}}),
         ('{\'a\': 1, "b": {c: <|"|>it\'s "c"<|"|>}, <|"|>d<|"|>: []}', {"a": 1, "b": {"c": 'it\'s "c"'}, "d": []}),
     ],
 )  # fmt: skip

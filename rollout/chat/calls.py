@@ -56,7 +56,7 @@ def read(form: Format, text: str, schemas: Schemas, cut: bool = False) -> list[C
         for call, _ in form(text, schemas):
             found.append(call)
     except Cut as end:
-        if not cut:
+        if not cut or not all(call.name for call in end.calls):
             raise
         return [*found, *end.calls]
     if not found:
@@ -239,7 +239,8 @@ MINIMAX = _invocations("", "</minimax:tool_call>")
 V32, V4 = _invocations(DSML, f"</{DSML}function_calls>"), _invocations(DSML, f"</{DSML}tool_calls>")
 GLM = Tags(  # name<arg_key>key</arg_key><arg_value>value</arg_value>..., in GLM-4.5 and 4.6 each in its own line
     "", r"[^\s<]*\s*(<[a-z_/]*)?", re.compile(r"([^\s<]+)(?=\s*(?:<arg_key>|</tool_call>))"),
-    re.compile(r"<arg_key>\s*([^<]+?)\s*</arg_key>\s*()<arg_value>"), re.compile("</arg_value>"), "</tool_call>", "",
+    re.compile(r"<arg_key>\s*([^\s<](?:[^<]*[^\s<])?)\s*</arg_key>\s*()<arg_value>"), re.compile("</arg_value>"),
+    "</tool_call>", "",
 )  # fmt: skip
 
 
@@ -277,7 +278,7 @@ def gemma(text: str, schemas: Schemas) -> Calls:
     """call:name{key:value,...}, the values as `literals` reads them (Gemma 4)."""
     found = re.match(r"\s*call:([^\s{]+)\s*\{", text)
     if not found:
-        if re.fullmatch(r"\s*(c|ca|cal|call|call:[^\s{]*)?\s*", text):
+        if re.fullmatch(r"(c|ca|cal|call|call:[^\s{]*)?", text.strip()):
             raise Cut
         raise ValueError("not a call")
     arguments, at = _members(found[1], text, found.end(), re.compile(r"([^\s:<>{}\[\],]+)\s*:"), "}")
@@ -412,7 +413,7 @@ def _arguments(text: str) -> dict | str:
         found, _ = DECODER.raw_decode(text)
     except ValueError:
         found = text
-    if not isinstance(found, dict | str):
+    if not (isinstance(found, dict) or text.lstrip()[:1] in ("", "{")):
         raise ValueError("not a call")
     return found
 

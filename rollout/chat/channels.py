@@ -20,6 +20,9 @@ RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
 DISTINCT = 3  # characters of a marker that are hardly text
 BEGUN = re.compile(r"\s*(to=[\w.-]*\s*(<.*)?)?", re.DOTALL)  # the beginning of a header with its recipient first
+BEHIND_TEXT, BEHIND_HEADER = (
+    re.compile("|".join(map(re.escape, marks))) for marks in ((*ENDS, START, CHANNEL), (MESSAGE, *ENDS))
+)
 HEADER = re.compile(
     r"\s*(<\|start\|>\w*)?\s*(to=\S*\s*)?(<\|channel\|>\s*\w*(\s+to=[\w.-]*)?(\s*<\|constrain\|>\s*\w*)?)?"
 )
@@ -49,6 +52,7 @@ class Channels:
 
     def __init__(self) -> None:
         self._buffer = ""  # a header, or what may begin a marker
+        self._sought = 0  # before this place of the buffer no marker begins that ends a header
         self._message: Message | None = None  # whose text is being read; None = a header
         self._count = 0
 
@@ -67,15 +71,15 @@ class Channels:
                 return
             if self._message is None:
                 continue
-            at, mark = _first(self._buffer, (*ENDS, START, CHANNEL))
-            if mark:
-                yield self._message, self._buffer[:at], True
-                self._buffer = self._buffer[at + len(mark) * (mark in ENDS) :]
+            if found := BEHIND_TEXT.search(self._buffer):
+                yield self._message, self._buffer[: found.start()], True
+                self._drop(found.end() if found[0] in ENDS else found.start())
                 self._message = None
                 continue
             held = 0 if final and not cut else _held(self._buffer, DISTINCT if final else 1)
             kept = len(self._buffer) - held
-            text, self._buffer = self._buffer[:kept], "" if final else self._buffer[kept:]
+            text = self._buffer[:kept]
+            self._drop(len(self._buffer) if final else kept)
             yield self._message, text, final
             if final:
                 self._message = None
@@ -85,25 +89,31 @@ class Channels:
         """Reads a header, or finds that there is none; returns whether to go on."""
         begun = self._buffer.lstrip()
         if end := next((end for end in ENDS if begun.startswith(end)), ""):  # of nothing
-            self._buffer = begun[len(end) :]
+            self._drop(len(self._buffer) - len(begun) + len(end))
             return True
-        at, mark = _first(self._buffer, (MESSAGE, *ENDS))
+        found = BEHIND_HEADER.search(self._buffer, self._sought)
+        at, mark = (found.start(), found[0]) if found else (len(self._buffer), "")
+        self._sought = max(at - max(map(len, MARKERS)) + 1, self._sought)
         if not _may_begin(self._buffer):
             self._message = self._new()
         elif mark == MESSAGE:
             self._message = self._read(self._buffer[:at])
-            self._buffer = self._buffer[at + len(mark) :]
+            self._drop(at + len(mark))
         elif mark or final:  # a header without a text, and maybe a text behind it
-            head = self._buffer[:at] if mark else self._buffer
+            head = self._buffer[:at]
             rest = head[_incomplete(head) :]
-            self._buffer = rest + self._buffer[len(head) :]
+            self._drop(len(head) - len(rest))
             if not rest or (rest.isspace() and self._count):
-                self._buffer = self._buffer[len(rest) + len(mark) :]
+                self._drop(len(rest) + len(mark))
                 return bool(self._buffer)
             self._message = self._new()
         else:
             return False
         return True
+
+    def _drop(self, count: int) -> None:
+        """Drops the beginning of the buffer."""
+        self._buffer, self._sought = self._buffer[count:], max(self._sought - count, 0)
 
     def _read(self, header: str) -> Message:
         channel, recipient = NAMED.search(header), RECIPIENT.search(header)
@@ -112,11 +122,6 @@ class Channels:
     def _new(self, channel: str = "", recipient: str = "") -> Message:
         self._count += 1
         return Message(self._count - 1, channel, recipient)
-
-
-def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
-    """(place, marker) of the marker that comes first; (-1, "") without any."""
-    return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
 
 
 def _held(text: str, least: int) -> int:

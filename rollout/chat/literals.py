@@ -9,8 +9,11 @@ from typing import Any
 WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 WORD = re.compile(r"[^\s,:(){}\[\]'\"<]+")
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-BARE = re.compile(r"\s*([^\s,:(){}\[\]'\"<]+)\s*(?=:)")  # a name in an object without quotes, as Gemma's
+NAME = rf"{WORD.pattern}+(?: ++{WORD.pattern}+)*+"
+BARE = re.compile(rf"({NAME})\s*+(?=:)")  # a name in an object without quotes, as Gemma's
+BEGUN = re.compile(rf"{NAME}\s*+")
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|\n|.)", re.DOTALL)
+QUOTED = re.compile(r"""'(?:[^'\\]++|\\.)*+'|"(?:[^"\\]++|\\.)*+\"""", re.DOTALL)
 ESCAPED = {
     "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "/": "/", "\n": "",
     "\\": "\\", "'": "'", '"': '"',
@@ -66,13 +69,11 @@ def skip(text: str, at: int) -> int:
 
 
 def _quoted(text: str, at: int) -> tuple[str, int]:
-    end = at + 1
-    while end < len(text) and text[end] != text[at]:
-        end += 2 if text[end] == "\\" else 1
-    if end >= len(text):
+    found = QUOTED.match(text, at)
+    if not found:
         raise Unfinished
-    made = ESCAPE.sub(_unescaped, text[at + 1 : end])
-    return made.encode("utf-16", "surrogatepass").decode("utf-16"), end + 1  # joins halves, as JSON writes them
+    made = ESCAPE.sub(_unescaped, found[0][1:-1])
+    return made.encode("utf-16", "surrogatepass").decode("utf-16"), found.end()  # joins halves, as JSON writes them
 
 
 def _unescaped(found: re.Match[str]) -> str:
@@ -97,6 +98,8 @@ def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
     while not (closed := text.startswith("}", at := skip(text, at))):
         if bare := BARE.match(text, at):
             key, at = bare[1], bare.end()
+        elif BEGUN.fullmatch(text, at):
+            raise Unfinished
         else:
             key, at = value(text, at)
             at = skip(text, at)

@@ -171,6 +171,7 @@ class Parser:
         self._calls = 0
         self._ids: set[str] = set()
         self._tried = 0  # how much of a text of calls has no complete one
+        self._sought = 0  # where the end of a text of calls can begin
         self._channels = channels.Channels() if self._style.channels else None
         self._reasoning = reasoning
         self._said: dict[str, int] = {}  # kind -> number of its last message with a text
@@ -227,12 +228,16 @@ class Parser:
                     self._state = "calls"
             elif before in ("calls", "bare"):
                 marker, close = ("", "") if before == "bare" else (self._style.open, self._style.close)
-                inner, found, rest = self._buffer.partition(close) if close else (self._buffer, "", "")
+                at = self._buffer.find(close, self._sought) if close else -1
+                found = close if at >= 0 else ""
+                inner = self._buffer[:at] if found else self._buffer
+                self._sought = max(len(self._buffer) - len(close) + 1, 0)
                 if first := self._first(inner):
-                    self._state, self._buffer = "content", ""
+                    self._state, self._buffer, self._sought = "content", "", 0
                     yield from self._made([first])
                 elif found or final:
-                    self._state, self._buffer, self._tried = "content", rest, 0
+                    rest = self._buffer[len(inner + found) :]
+                    self._state, self._buffer, self._tried, self._sought = "content", rest, 0, 0
                     yield from self._called(inner + found, marker, cut and not found, bool(found) or cut or not close)
                 else:
                     return
@@ -322,10 +327,10 @@ def _begun(text: str, marker: str) -> int:
 
 
 def _texts(found: Sequence[calls.Call]) -> list[str] | None:
-    """The arguments of calls as JSON; None if they have none, or lone surrogates."""
+    """The arguments of calls as JSON; None if they have none, or a call lone surrogates."""
     try:
         texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False, allow_nan=False) for _, x, _ in found]
-        "".join([*texts, *(call.name for call in found)]).encode()
+        "".join([*texts, *(call.name + call.id for call in found)]).encode()
         return texts
     except (ValueError, RecursionError):
         return None
