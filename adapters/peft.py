@@ -212,6 +212,8 @@ def _split_parts(tensors: Mapping[str, np.ndarray], base: param.Table, prefix: s
                 f"{where}: {stem}{LORA_A} and {LORA_B} must be [rank, {shape[1]}] and [{shape[0]}, rank] by "
                 f"config.json, got {list(a.shape)} and {list(b.shape)}"
             )
+        if len(m := out.get(f"{stem}{MAGNITUDE}", b)) != shape[0]:
+            raise ValueError(f"{where}: {stem}{MAGNITUDE} must be [{shape[0]}] by config.json, got {list(m.shape)}")
         blocks.setdefault(stem.split(".")[-2], set()).add(_blocks(b, parts, rank))
     for stem, (_, parts) in stems.items():
         a, b, magnitude = out.pop(f"{stem}{LORA_A}"), out.pop(f"{stem}{LORA_B}"), out.pop(f"{stem}{MAGNITUDE}", None)

@@ -41,7 +41,6 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EXPONENTS = {  # unsigned integers of the same size, and the bits that are all set in numbers that are not finite
-    np.dtype(np.float64): (np.uint64, np.uint64(0x7FF0 << 48)),
     np.dtype(np.float32): (np.uint32, np.uint32(0x7F800000)),
     np.dtype(np.float16): (np.uint16, np.uint16(0x7C00)),
     np.dtype(ml_dtypes.bfloat16): (np.uint16, np.uint16(0x7F80)),
@@ -239,13 +238,15 @@ def digest(array: np.ndarray) -> str:
 
 
 def count_nonfinite(array: np.ndarray) -> int:
-    """How many numbers of an array are infinite or not a number; 0 for integers."""
-    if array.dtype not in EXPONENTS:
+    """How many numbers of an array are infinite or not a number, those of float64 in float32; 0 for integers."""
+    narrow = np.dtype(np.float32) if array.dtype == np.float64 else array.dtype
+    if narrow not in EXPONENTS:
         return 0
-    kind, exponent = EXPONENTS[array.dtype]
-    bits = np.ascontiguousarray(array).reshape(-1).view(kind)
-    parts = (bits[i : i + CHECKED] for i in range(0, bits.size, CHECKED))
-    return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)
+    kind, exponent = EXPONENTS[narrow]
+    flat = np.ascontiguousarray(array).reshape(-1)
+    with np.errstate(over="ignore"):
+        parts = (flat[i : i + CHECKED].astype(narrow, copy=False).view(kind) for i in range(0, flat.size, CHECKED))
+        return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)
 
 
 def describe(name: str, spec: Any) -> dict:

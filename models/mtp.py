@@ -2,7 +2,8 @@
 the next one. The generation engine drafts with it; training scores its drafts if it is asked to (`score`).
 
 Checkpoints have it behind the model's own layers (`num_nextn_predict_layers`) or as "mtp.*". Embeddings and output head
-are the model's; the first kind stores copies of them, which are not read. Of several such layers the first is used.
+are the model's; the first kind stores copies of them, which are not read, and are written as the model's. Of several
+such layers the first is used.
 
 The paper does not say whether hidden states go in before or after the model's last norm. In SGLang and vLLM it is
 after, and where the layer continues from its own hidden states, after its own norm.
@@ -10,6 +11,7 @@ after, and where the layer continues from its own hidden states, after its own n
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,14 @@ def with_mtp(config):
             "or --vision and rows with images"
         )
     return dataclasses.replace(config, mtp=True)
+
+
+def copies(config) -> dict[str, str]:
+    """{key: the weight of the model, "embed" or "head"} of the copies that a checkpoint has in such layers."""
+    weights = dict(zip(wrappers.COPIES, ("embed", "embed" if config.tied else "head"), strict=True))
+    ends = {f"{copy}weight": name for copy, name in weights.items()}
+    parts = ((key, re.fullmatch(r".*?layers\.\d+\.(.*)", key)) for key in (config.rest.names if config.rest else ()))
+    return {key: ends[found[1]] for key, found in parts if found and found[1] in ends}
 
 
 def record(config) -> Attention:

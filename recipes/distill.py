@@ -103,6 +103,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
         told = [row for row in rows if row.get("teacher_prompt") and pair is None]
         sample.ahead([*rows, *map(conversation.read_by_teacher, told)])
 
+    if config.teacher:
+        common.check_context(config.teacher, config.length)
     config, prompts, heldout = offline.read(config, samples, quiet, ahead=ahead, given=given)
     if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
         return summary

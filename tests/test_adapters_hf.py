@@ -222,6 +222,12 @@ def test_numbers_that_are_not_finite_are_named_and_counted(tmp_path, dtype):
         hf.load(path)
 
 
+def test_numbers_of_float64_must_fit_into_float32(saved):
+    huge = lambda x: np.where(np.arange(x.size).reshape(x.shape) < 2, 1e39, x)
+    rewritten(saved, lambda ts: ts | {"model.norm.weight": huge(ts["model.norm.weight"].astype(np.float64))})
+    refused(saved, "2 of the 16 numbers of model.norm.weight are not finite")
+
+
 def test_a_missing_head_is_initialised_only_on_request(saved):
     config, params = hf.load(saved, init_missing=("score",))
     assert config.score_head and params.pop("score").shape == (1, 16)
@@ -472,9 +478,9 @@ def test_a_checkpoint_is_replaced_atomically(saved, tmp_path, monkeypatch):
         yield next(arrays)
         raise full
 
-    to_tensors = hf.to_tensors
+    copies = saving.with_copies
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "to_tensors", lambda *given: (to_tensors(*given)[0], fails(*to_tensors(*given))))
+        patch.setattr(saving, "with_copies", lambda *given: (copies(*given)[0], fails(*copies(*given))))
         with pytest.raises(OSError, match="no space left"):
             hf.save(saved, config, params)
     assert contents(saved) == before and len(list(tmp_path.iterdir())) == 1

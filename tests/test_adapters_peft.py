@@ -697,3 +697,10 @@ def test_dora_that_peft_cannot_hold_is_refused(base, tmp_path):
         rewrite(tmp_path / "adapter", changed)
         with pytest.raises(ValueError, match=said):
             adapters_in_files.load(tmp_path / "adapter", config)
+    config, _ = base("phi3")
+    spec = lora.Lora(rank=2, dora=True)
+    tensors = saved(adapters_in_files.save(tmp_path / "fused", config, drawn(config, spec), spec))[1]
+    first = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_magnitude_vector"
+    rewrite(tmp_path / "fused", tensors | {first: tensors[first][:-1]})
+    with pytest.raises(ValueError, match=rf"{first} must be \[\d+\] by config.json, got"):
+        adapters_in_files.load(tmp_path / "fused", config)

@@ -49,6 +49,13 @@ def config(place, out, **changes):
     return replace(base, **changes)
 
 
+def test_a_teacher_with_a_shorter_context_is_refused(place, tmp_path):
+    """Nothing that it says about tokens behind its context teaches anything."""
+    tiny.model(tmp_path / "short", max_position_embeddings=32)
+    with pytest.raises(ValueError, match="--length must be at most 32, the context of .*short, got 64"):
+        distill.main(config(place, "refused", teacher=str(tmp_path / "short")))
+
+
 @pytest.mark.long
 def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(place):
     held = str(place / "rows.jsonl")

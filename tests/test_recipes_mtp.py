@@ -85,11 +85,16 @@ def test_the_layer_alone_learns_from_drafts(place, trained):
     """Without the option exports have it bit for bit; the rest of the model learns what it does without."""
     drafts, plain, start = trained
     assert drafts.keys() == plain.keys() == start.keys()
-    copies = [f"{OWN}embed_tokens.weight", f"{OWN}shared_head.head.weight"]
+    copies = {
+        f"{OWN}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{OWN}shared_head.head.weight": "lm_head.weight",
+    }
     for name, x in start.items():
-        if name.startswith(OWN):
+        if name in copies:
+            assert all(np.array_equal(each[name], each[copies[name]]) for each in (drafts, plain)), name
+        elif name.startswith(OWN):
             assert np.array_equal(plain[name], x), name
-            kept = name in copies or name.endswith("e_score_correction_bias")
+            kept = name.endswith("e_score_correction_bias")
             chosen = ".mlp.experts." not in name  # an expert that no token needed stays, too
             assert np.array_equal(drafts[name], x) if kept else not chosen or not np.array_equal(drafts[name], x), name
         else:
@@ -126,6 +131,23 @@ def test_a_checkpoint_that_was_loaded_with_its_layer_is_written_as_it_was(family
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == family
     own = {name for name in hf.read_manifest(tmp_path / "out", after)["tensors"] if name.startswith(("mtp.", OWN))}
     assert len(own) > 10
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_copies_inside_the_layer_are_written_as_those_of_the_model(family, drafts, tmp_path):
+    """Engines that read them draft with the weights of now; where the two are tied, both are the embeddings."""
+    config, params = hf.load(path := checkpoint(tmp_path / "model", family), mtp=drafts)
+    params |= {name: params[name] + i for i, name in enumerate(("embed", "head"), 1)}
+    tied = {name: x for name, x in params.items() if name != "head"}
+    for out, settings, weights, head in (
+        ("apart", config, params, "head"), ("tied", replace(config, tied=True), tied, "embed"),
+    ):  # fmt: skip
+        written = safetensors.read(hf.save(tmp_path / out, settings, weights))
+        assert written.keys() == safetensors.read(path).keys() - ({"lm_head.weight"} if out == "tied" else set())
+        assert np.array_equal(written[f"{OWN}embed_tokens.weight"], params["embed"])
+        assert np.array_equal(written[f"{OWN}shared_head.head.weight"], params[head])
+        assert hf.verify(tmp_path / out)
 
 
 @pytest.mark.mesh
@@ -191,6 +213,17 @@ def test_options_that_do_not_go_together(place, changes, message):
 def test_a_model_without_the_layer_is_refused(place, tmp_path):
     with pytest.raises(ValueError, match="must have a layer for multi-token prediction.*got qwen3 without"):
         sft.main(config(place, tmp_path / "out", model=str(tiny.model(tmp_path / "model"))))
+
+
+def test_a_checkpoint_that_lacks_the_layer_is_refused(tmp_path):
+    """As transformers saves it, which drops the layer and leaves config.json as it was."""
+    path = checkpoint(tmp_path / "model", "qwen3_next")
+    held = {name: np.array(x) for name, x in safetensors.read(path).items() if not name.startswith("mtp.")}
+    (path / "model.safetensors").unlink()
+    safetensors.write(path, held, held.values())
+    hf.load(path)
+    with pytest.raises(ValueError, match="missing mtp.* and 3. more; of the layer .* if --mtp.coef is left out"):
+        hf.load(path, mtp=True)
 
 
 def test_a_plan_counts_the_layer(place):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import wordpieces
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areax.adapters import tokenizer
@@ -135,6 +135,22 @@ def test_a_space_that_a_tokenizer_adds_is_none_of_the_text(made):
     assert own.convert_ids_to_tokens(ids)[0] == "▁a"
     got, _ = pair(made, "fallback", "bytes").spans([*ids, tokenizer.end_of_turn(own)])
     assert made["bytes"].decode(got[:-1]) == "ab cd"
+
+
+def test_a_tokenizer_may_add_a_space_only_before_a_text_that_begins_with_none(made):
+    inner = Tokenizer.from_str(made["merges"].backend_tokenizer.to_str())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    adding = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<s>")
+    both, own = pair({**made, "adding": adding}, "bytes", "adding"), made["bytes"]
+    raw = cross_tokenizer.token_bytes(adding)
+    for text in ("ab", " ab", "  ab", " ", ""):
+        ids = own.encode(text)
+        got, spans = both.spans([*ids, tokenizer.end_of_turn(own)])
+        words = [raw[id] for id in got[:-1]]
+        if not text.startswith(" ") and text:
+            words[0] = words[0][1:]
+        cuts = [cut for cut in by_prefixes([*map(str.encode, text)], words, text.encode()) if cut != (0, 0)]
+        assert [stop for _, stop in spans] == [*cuts, (len(ids) + 1, len(got))], text
 
 
 def test_texts_that_a_normaliser_changes_are_aligned_up_to_there(made):

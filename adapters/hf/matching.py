@@ -54,12 +54,15 @@ def matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing=
     needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
     missing = [key for key in needed if key not in tensors]
     used = {key for found in keys.values() for key in found}
+    own = {key for path, found in keys.items() if path.startswith("mtp.") for key in found}
     unexpected = [key for key in tensors if key not in used and not BUFFERS.search(key)]
     if config.tied and head in unexpected and not missing:
         _check_tied(head, tensors[head], tensors[keys["embed"][0]], where)
         unexpected.remove(head)
     if missing or unexpected:
-        raise ValueError(f"{where}: {complaint(missing, unexpected)}")
+        layer = bool(missing) and all(key in own for key in missing)
+        without = "; of the layer for multi-token prediction, without which it is loaded if --mtp.coef is left out"
+        raise ValueError(f"{where}: {complaint(missing, unexpected)}{without if layer else ''}")
     for leaf in param.leaf_list(table):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
             check_tensor(key, tensors[key], leaf, where)

@@ -36,7 +36,8 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
                 slice(all_.start + one.start, all_.start + one.stop) for all_, one in zip(rest, piece, strict=True)
             )
             index: tuple[int | slice, ...] = (*at, *piece)
-            host[index] = part.take(tensor, there) if part else tensor[there]
+            with np.errstate(over="ignore"):  # such numbers of float64 are refused with those that are not finite
+                host[index] = part.take(tensor, there) if part else tensor[there]
             safetensors.forget(tensor)
 
         rest, pieces = cut[unstacked:], _pieces(shape[unstacked:], PIECE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from ...models import wrappers
+from ...models import mtp, wrappers
 from ...rollout.servers.labels import MANIFEST
 from .. import safetensors
 from .. import tokenizer as tokenizers
@@ -17,7 +17,7 @@ from ..runtime import passed
 from ..runtime.atomic_dir import replacing
 from .config_files import json_bytes, read_json, save_dtype, tokenizer_in, with_ends, with_named_ends, written_config
 from .manifests import is_checkpoint, manifest_of
-from .tensors import Part, to_tensors
+from .tensors import Part, to_tensors, with_copies
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -34,7 +34,8 @@ def save(
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
 
     Tensors that the model does not use (`config.rest`) and a processor's files are copied from the checkpoint that the
-    config was loaded from, bit for bit, to files of their own; the manifest has the tensors' hashes, too.
+    config was loaded from, bit for bit, to files of their own; the manifest has the tensors' hashes, too. Copies of the
+    model's embeddings and head among them (`models.mtp.copies`) are written as these are now.
 
     The directory is written atomically, by rename; an existing checkpoint is replaced, and kept if anything fails.
     config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base, bytes,
@@ -65,8 +66,8 @@ def save(
     """
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
-    dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
-    part = params if isinstance(params, Part) else Part(*to_tensors(config, params, dtype, fused_experts), dtype)
+    dtype, rest = save_dtype(config, params, dtype), _rest(config, base)
+    part = params if isinstance(params, Part) else Part(*with_copies(config, params, dtype, fused_experts), dtype)
     if jax.process_index() > 0:
         for _ in part.arrays:
             pass
@@ -119,12 +120,18 @@ def write_published(
 def write_part(path: str | os.PathLike, config, part: Part) -> dict[str, dict]:
     """Writes this process's `host_part` to the directory `path`, atomically; returns its entries of the manifest, which
     `save` in process 0 needs."""
-    files, arrays = safetensors.layout(part.specs, passed.tensors(config), parts=part.count), iter(part.arrays)
+    files, arrays = safetensors.layout(part.specs, _rest(config), parts=part.count), iter(part.arrays)
     described: dict[str, dict] = {}
     with replacing(path, is_checkpoint) as directory:
         for file, entries in files[jax.process_index()].items():
             described |= safetensors.write_file(directory / file, entries, arrays)
     return described
+
+
+def _rest(config, base: str | os.PathLike | None = None) -> dict:
+    """The tensors that are copied from the checkpoint that the model came from."""
+    made = mtp.copies(config)
+    return {name: x for name, x in passed.tensors(config, base).items() if name not in made}
 
 
 def _written(like: str | os.PathLike | None) -> tuple[Path, dict] | None:

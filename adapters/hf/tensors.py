@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from ... import models
 from ...core import param
-from ...models import wrappers
+from ...models import mtp, wrappers
 from .. import safetensors
 from .config_files import save_dtype
 from .lazy import Deferred, Mapped, cut
@@ -66,7 +66,7 @@ def host_part(config, params, dtype=None) -> Part:
     keeps its own.
     """
     dtype, count = save_dtype(config, params, dtype), jax.process_count()
-    specs, arrays = to_tensors(config, params, dtype)
+    specs, arrays = with_copies(config, params, dtype)
     entries = {name: safetensors.describe(name, spec) for name, spec in specs.items()}
     own = safetensors.split(entries, count)[jax.process_index()]
     return Part(specs, [np.array(x) for name, x in zip(specs, arrays, strict=True) if name in own], dtype, count)
@@ -85,6 +85,18 @@ def to_tensors(
     """
     table = models.table(config)
     return tensors_of(wrappers.with_fused_experts(table) if fused_experts else table, config.prefix, params, dtype)
+
+
+def with_copies(
+    config, params, dtype, fused_experts: bool = False
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
+    """`to_tensors`, and behind them the copies of some that checkpoints have (`models.mtp.copies`)."""
+    specs, arrays = to_tensors(config, params, dtype, fused_experts)
+    leaves = {leaf.path: leaf for leaf in param.leaf_list(models.table(config))}
+    twice = {key: leaves[name] for key, name in mtp.copies(config).items()}
+    more = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.param.dtype or dtype) for key, leaf in twice.items()}
+    again = (_rows(leaf, params[leaf.path], dtype) for leaf in twice.values())
+    return specs | more, itertools.chain(arrays, itertools.chain.from_iterable(again))
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype, where: str = "save"):
@@ -147,7 +159,7 @@ def _narrowed(leaf: param.Leaf, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """An array in another dtype; ValueError if a number is too large for float16."""
     with np.errstate(over="ignore"):
         narrow = x.astype(dtype, copy=False)
-    if dtype == np.float16 != x.dtype and safetensors.count_nonfinite(narrow) > safetensors.count_nonfinite(x):
+    if dtype == np.float16 != x.dtype and safetensors.count_nonfinite(narrow) > np.count_nonzero(~np.isfinite(x)):
         raise ValueError(f"save: {leaf.path} has numbers that float16 does not hold; write it in bfloat16")
     return narrow
 

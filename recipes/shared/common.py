@@ -196,12 +196,18 @@ def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
 def check_microbatch(model: str, rows: int | str, length: int) -> None:
     """Raises ValueError if rows of `length` tokens are longer than the model's context, so that nothing could fill
     them, or if `rows` of them, unless "auto", do not fit into memory, with one activation of each token."""
-    config = hf.read_config(hub.folder(model))
-    if length > config.context:
-        raise ValueError(f"--length must be at most {config.context}, the context of {model}, got {length}")
+    config = check_context(model, length)
     there = memory.of_devices(jax.local_devices()) * jax.process_count()
     least = 1 if rows == "auto" else int(rows)
     memory.check(f"--rows {rows} of --length {length}", least * length * (TOKEN + 2 * config.embed), there)
+
+
+def check_context(model: str, length: int):
+    """The Config of a model; raises ValueError if rows of `length` tokens are longer than its context."""
+    config = hf.read_config(hub.folder(model))
+    if length > config.context:
+        raise ValueError(f"--length must be at most {config.context}, the context of {model}, got {length}")
+    return config
 
 
 def note_rope(settings, length: int) -> None:

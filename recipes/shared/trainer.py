@@ -110,6 +110,8 @@ def build(
             "--distill.uld-coef compares tokens that only one of two tokenizers has, got a teacher with the policy's; "
             "leave it out"
         )
+    if options.teacher:
+        common.check_context(options.teacher, options.length)
     teacher = _teacher(options.teacher, pair, settings, run, mesh, temperature) if options.teacher else None
     objective: Any = options.objective
     policy_score, plain = functools.partial(score, drafts=drafts), score

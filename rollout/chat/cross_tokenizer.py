@@ -168,7 +168,8 @@ class Pair:
         raw, own_ends = _joined(words, self._before[0])
         text = _text(raw)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        theirs, their_ends = _joined(_words(self._theirs, ids), self._before[1])
+        spaces = len(text) - len(text.lstrip(" "))
+        theirs, their_ends = _joined(_words(self._theirs, ids), self._before[1], spaces)
         length, same = len(text.encode()), len(os.path.commonprefix([text.encode(), theirs]))
         whole = ended and len(words) == len(body) and length == len(raw)
         cuts = [
@@ -215,10 +216,14 @@ def _words(raw: Mapping[int, bytes], ids: Sequence[int]) -> list[bytes]:
     return [raw[id] for id in itertools.takewhile(raw.__contains__, ids)]
 
 
-def _joined(words: Sequence[bytes], before: bytes) -> tuple[bytes, list[int]]:
-    """(the bytes of tokens without what the tokenizer adds before a text, the end of each token there)."""
+def _joined(words: Sequence[bytes], before: bytes, spaces: int = 0) -> tuple[bytes, list[int]]:
+    """(the bytes of tokens without what the tokenizer adds before a text, the end of each token there).
+
+    Args:
+      spaces: with which the text begins; many tokenizers add one only before a text that begins with none.
+    """
     raw = b"".join(words)
-    cut = len(before) if before and raw.startswith(before) else 0
+    cut = len(before) if before and raw.startswith(before + b" " * spaces) else 0
     return raw[cut:], [max(end - cut, 0) for end in itertools.accumulate(map(len, words))]
 
 
