@@ -181,7 +181,7 @@ def reference_rewards(row: Mapping[str, Any]) -> list[float]:
     return given
 
 
-def valued(check: Prepared) -> Prepared:
+def valued(check: Any) -> Prepared:
     """The check, of rows that also need "reference_rewards"."""
 
     def both(row: dict) -> str | None:
