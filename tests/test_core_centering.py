@@ -15,9 +15,9 @@ from areax.rollout.types import Sample
 
 V, BEHAVIOUR = 11, {"proximal": "behaviour"}
 OBJECTIVES = {
+    "clipped": losses.GRPO(clip_low=0.1, clip_high=0.2, score_centering=True, correction=BEHAVIOUR),
     "vanilla": losses.REINFORCE(score_centering=True, correction=BEHAVIOUR),
     "truncated": losses.CISPO(clip_low=1.0, clip_high=0.3, score_centering=True, correction=BEHAVIOUR),  # TIS at 1.3
-    "clipped": losses.GRPO(clip_low=0.1, clip_high=0.2, score_centering=True, correction=BEHAVIOUR),
     "soft": losses.SAPO(score_centering=True, correction=BEHAVIOUR),
 }
 
@@ -117,7 +117,8 @@ def weight(spec, log_r, A):
     return 4 * s * (1 - s) * r
 
 
-@pytest.mark.parametrize("K", [1, 4, V])
+@pytest.mark.sweep
+@pytest.mark.parametrize("K", [4, 1, V])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_gradient_is_that_of_sums_over_the_whole_vocabulary(name, K):
     spec, (made, logits) = OBJECTIVES[name], samples(K)
