@@ -193,7 +193,7 @@ def test_a_server_that_nothing_helps_is_dead_and_the_others_go_on(place, logp_of
         assert await run.settled() == ["healthy", "dead"] and "canary after a load" in run.fleet.servers[1].why
         assert run.found(both[0][1]) == [("", False), ("", True), ("flush", True), ("load", True)]
         await run.push(2)
-        assert (await run.fleet.generate([1, 2], max_new_tokens=2)).version == [2, 2]
+        assert (await run.fleet.generate([1, 2], max_new_tokens=2, ignore_eos=True)).version == [2, 2]
         assert await run.settled() == ["healthy", "dead"] and run.fleet.counts["drifted"] == 1
 
     play(place, logp_of, both[0], main, by_name=True)
