@@ -47,7 +47,8 @@ def drafted(batch: Batch):
 class Drafting:
     """An objective plus `mtp.coef` times the mean cross entropy of drafts over the `drafted` tokens of the batch.
 
-    The mask is that of the prepared batch: what the objective leaves out, drafts do not learn either.
+    The mask is that of the prepared batch: what the objective takes out of it, drafts do not learn either. Tokens that
+    a correction gives weight 0 stay in it.
     """
 
     objective: Any
